@@ -17,20 +17,20 @@ HEADING = re.compile(r"^## (.+)\n", re.MULTILINE)
 BLOCK = re.compile(r"^```pycon\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def page(package: str) -> Path:
+def get_page_path(package: str) -> Path:
     """Return the path of a package's page."""
     return PAGES / f"{package}.md"
 
 
-def introduction(package: str) -> str:
+def read_introduction(package: str) -> str:
     """Return the Markdown between the title and the first name: the imports of all examples."""
-    first = HEADING.split(page(package).read_text())[0]
+    first = HEADING.split(get_page_path(package).read_text())[0]
     return first.partition("\n")[2].strip()
 
 
-def examples(package: str) -> dict[str, str]:
+def read_examples(package: str) -> dict[str, str]:
     """Return the Markdown of each public name's example, in the order of the page."""
-    _, *sections = HEADING.split(page(package).read_text())
+    _, *sections = HEADING.split(get_page_path(package).read_text())
     names = sections[0::2]
     return dict(zip(names, (text.strip() for text in sections[1::2]), strict=True))
 
@@ -40,7 +40,7 @@ def run(package: str) -> str:
 
     The blocks share their variables, and later blocks run even if an earlier one fails.
     """
-    path = page(package)
+    path = get_page_path(package)
     blocks = "\n\n".join(BLOCK.findall(path.read_text()))
     test = doctest.DocTestParser().get_doctest(blocks, {}, path.name, str(path), 0)
     report: list[str] = []

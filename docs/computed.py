@@ -52,34 +52,36 @@ def main() -> None:
     """Write every page and every picture."""
     os.chdir(ROOT)  # A reader types the calls in this folder.
     for name in PAGES:
-        (DOCS / name).write_text(page(name))
-    (ROOT / "README.md").write_text(readme())
-    (DOCS / "benchmarking.md").write_text(benchmarking())
-    for name, drawing in drawings().items():
+        (DOCS / name).write_text(compute_page(name))
+    (ROOT / "README.md").write_text(compute_readme())
+    (DOCS / "benchmarking.md").write_text(compute_benchmarking())
+    for name, drawing in draw_pictures().items():
         (DOCS / "answers" / "pictures" / name).write_text(drawing)
 
 
-def drawings() -> dict[str, str]:
+def draw_pictures() -> dict[str, str]:
     """Return every picture by the name of its file, drawn from the stored rows."""
-    pictures: dict[str, str] = _module("pictures", DOCS / "answers" / "pictures.py").drawings()
+    pictures: dict[str, str] = _import_module(
+        "pictures", DOCS / "answers" / "pictures.py"
+    ).draw_all()
     return pictures
 
 
-def page(name: str) -> str:
+def compute_page(name: str) -> str:
     """Return one page with its figures."""
     text = "\n".join(path.read_text() for path in sorted((DOCS / "source").glob(PAGES[name])))
-    finished = "".join(map(_section, sections(text)))
-    finished = finished.replace("@contents\n", contents(finished))
+    finished = "".join(map(_compute_section, split_sections(text)))
+    finished = finished.replace("@contents\n", list_contents(finished))
     title, rest = finished.split("\n", 1)
     return f"{title}\n\n{NOTE}\n{rest}".rstrip() + "\n"
 
 
-def sections(text: str) -> list[str]:
+def split_sections(text: str) -> list[str]:
     """Split a text at its `##` headings; the first part is the text before them."""
     return re.split(r"^(?=## )", text, flags=re.MULTILINE)
 
 
-def _section(text: str) -> str:
+def _compute_section(text: str) -> str:
     namespace: dict[str, Any] = {"row": row, "rows": rows, "result": result}
     parts: list[str] = []
     blocks = r"(^```python\n.*?^```$|^<!-- python\n.*?^-->\n\n)"
@@ -90,21 +92,21 @@ def _section(text: str) -> str:
         elif part.startswith("<!-- python"):
             run(part.removeprefix("<!-- python\n").removesuffix("-->\n\n"), namespace)
         else:
-            parts.append("\n".join(_written(line, namespace) for line in part.split("\n")))
+            parts.append("\n".join(_write_line(line, namespace) for line in part.split("\n")))
     return "".join(parts)
 
 
-def readme() -> str:
+def compute_readme() -> str:
     """Return the root README with a new table between its markers."""
     return re.sub(
         r"(<!-- (@(?:results|rows) .*?) -->\n).*?(?=<!-- end -->)",
-        lambda m: f"{m[1]}{chr(10).join(_table(m[2]))}\n",
+        lambda m: f"{m[1]}{chr(10).join(_iter_table_lines(m[2]))}\n",
         (ROOT / "README.md").read_text(),
         flags=re.DOTALL,
     )
 
 
-def benchmarking() -> str:
+def compute_benchmarking() -> str:
     """Return docs/benchmarking.md with the figures that no check of the audit compares."""
     from llmsys_suite.report.unaudited import UNAUDITED
 
@@ -129,22 +131,22 @@ def row(name: str, /, **wanted: Any) -> Row:
 
 def rows(name: str, /, **wanted: Any) -> list[Row]:
     """Return the stored rows of docs/answers/rows/NAME.json that match."""
-    return _matching(_stored(name)["rows"], wanted)
+    return _select_rows(_read_stored(name)["rows"], wanted)
 
 
 def result(name: str, label: str, /, **wanted: Any) -> Row:
     """Return the only row of a bench's newest results that matches."""
-    (matching,) = _matching(
-        _module("measure", DOCS / "measure.py").newest(name, label)["rows"], wanted
+    (matching,) = _select_rows(
+        _import_module("measure", DOCS / "measure.py").find_newest(name, label)["rows"], wanted
     )
     return matching
 
 
-def contents(text: str) -> str:
+def list_contents(text: str) -> str:
     """Return links to all headings, one line per `##` heading with its subheadings."""
     lines: list[str] = []
     for marks, heading in re.findall(r"^(##+) (.*)$", text, re.MULTILINE):
-        link = f"[{heading}](#{anchor(heading)})"
+        link = f"[{heading}](#{get_anchor(heading)})"
         if marks == "##":
             lines.append(f"- {link}")
         else:
@@ -152,12 +154,12 @@ def contents(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def anchor(heading: str) -> str:
+def get_anchor(heading: str) -> str:
     """Return the anchor that GitHub and the site generate for a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value as the pages write it."""
     if isinstance(value, float) and not value.is_integer():
         return f"{value:.7g}"
@@ -166,9 +168,9 @@ def shown(value: Any) -> str:
     return str(value)
 
 
-def _written(line: str, namespace: dict[str, Any]) -> str:
+def _write_line(line: str, namespace: dict[str, Any]) -> str:
     if line.startswith("@accounting "):
-        return "\n".join(_questions(line.split()[1:], namespace))
+        return "\n".join(_iter_question_rows(line.split()[1:], namespace))
     if line.startswith("@script "):
         script = DOCS / "tutorial" / f"{line.split()[1]}.py"
         return f"```py\n{script.read_text().rstrip()}\n```"
@@ -176,32 +178,32 @@ def _written(line: str, namespace: dict[str, Any]) -> str:
         output = DOCS / "tutorial" / "outputs" / f"{line.split()[1]}.txt"
         return f"```text\n{output.read_text().rstrip()}\n```"
     if line == "@models":
-        return "\n".join(_models(namespace))
+        return "\n".join(_iter_model_rows(namespace))
     if line == "@sizes":
-        return "\n".join(_sizes(namespace))
+        return "\n".join(_iter_size_rows(namespace))
     if line == "@largest":
-        return "\n".join(_largest())
+        return "\n".join(_iter_largest_rows())
     if line.startswith(("@rows ", "@results ")):
-        return "\n".join(_table(line))
+        return "\n".join(_iter_table_lines(line))
     cells = re.findall(r"(?<=\| )=(?: [^|]*)?(?= \|)", line)
     if cells:
         (call,) = re.findall(r"\| `([^`]+)` \|", line)
-        value = shown(eval(call, namespace))
+        value = format_value(eval(call, namespace))
         return line.replace(f"| {cells[0]} |", f"| {value}{cells[0][1:].rstrip()} |", 1)
     line = re.sub(
         r"`([^`]+)`( \w+) \{\{=\}\}",
-        lambda m: f"`{m[1]}`{m[2]} {shown(eval(m[1], namespace))}",
+        lambda m: f"`{m[1]}`{m[2]} {format_value(eval(m[1], namespace))}",
         line,
     )
-    return re.sub(r"\{\{(.+?)\}\}", lambda m: _in_sentence(eval(m[1], namespace)), line)
+    return re.sub(r"\{\{(.+?)\}\}", lambda m: _format_in_sentence(eval(m[1], namespace)), line)
 
 
-def _in_sentence(value: Any) -> str:
+def _format_in_sentence(value: Any) -> str:
     """Format a figure within a sentence, with three digits."""
-    return f"{value:.3g}" if isinstance(value, float) else shown(value)
+    return f"{value:.3g}" if isinstance(value, float) else format_value(value)
 
 
-def _questions(prefixes: list[str], namespace: dict[str, Any]) -> Iterator[str]:
+def _iter_question_rows(prefixes: list[str], namespace: dict[str, Any]) -> Iterator[str]:
     """Yield the rows of accounting's table whose ids have one of the prefixes, evaluated here."""
     if str(ACCOUNTING) not in sys.path:
         sys.path.insert(0, str(ACCOUNTING))
@@ -211,13 +213,13 @@ def _questions(prefixes: list[str], namespace: dict[str, Any]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for answer in ANSWERS:
         if answer.id.startswith(tuple(prefixes)):
-            value = f"{shown(eval(answer.call, namespace))} {answer.unit}".rstrip()
+            value = f"{format_value(eval(answer.call, namespace))} {answer.unit}".rstrip()
             # Markdown would show the text between two asterisks in italics, without them.
             derivation = re.sub(r" *\* *", " × ", answer.derivation)
             yield f"| {answer.question} | {value} | `{answer.call}` | {derivation} |"
 
 
-def _models(namespace: dict[str, Any]) -> Iterator[str]:
+def _iter_model_rows(namespace: dict[str, Any]) -> Iterator[str]:
     """Yield one row per published model; the head of a column is the call that computes it."""
     calls = (
         "parameters(MODELS[name]).total",
@@ -227,11 +229,11 @@ def _models(namespace: dict[str, Any]) -> Iterator[str]:
     yield "| name | " + " | ".join(f"`{call}`" for call in calls) + " |"
     yield "|---|---|---|---|"
     for name in namespace["MODELS"]:
-        values = (shown(eval(call, namespace | {"name": name})) for call in calls)
+        values = (format_value(eval(call, namespace | {"name": name})) for call in calls)
         yield f"| {name} | " + " | ".join(values) + " |"
 
 
-def _sizes(namespace: dict[str, Any]) -> Iterator[str]:
+def _iter_size_rows(namespace: dict[str, Any]) -> Iterator[str]:
     """Yield the memory of a training step of each of the course's models, in two precisions."""
     call = "training_memory(COURSE[{name!r}], batch=4, seq=512, precision={precision!r})"
     for name in namespace["COURSE"]:
@@ -246,39 +248,39 @@ def _sizes(namespace: dict[str, Any]) -> Iterator[str]:
         yield f"| {name} | " + " | ".join(cells) + " |"
 
 
-def _largest() -> Iterator[str]:
+def _iter_largest_rows() -> Iterator[str]:
     """Yield the largest allocations at the peak of the 2.7B model's step."""
-    for entry in _stored("layers")["rows"][-1]["largest"]:
+    for entry in _read_stored("layers")["rows"][-1]["largest"]:
         columns = ("operator", "made_in", "module", "blocks", "largest_mib", "total_mib")
-        yield "| " + " | ".join(_cell(entry[column]) for column in columns) + " |"
+        yield "| " + " | ".join(_format_cell(entry[column]) for column in columns) + " |"
 
 
-def _table(line: str) -> Iterator[str]:
+def _iter_table_lines(line: str) -> Iterator[str]:
     """Yield a table of stored rows, then the command and the machine that produced them."""
     selection, _, columns = line.partition(": ")
     directive, name, *more = selection.split()
     if directive == "@results":
-        stored = _module("measure", DOCS / "measure.py").newest(name, more.pop(0))
+        stored = _import_module("measure", DOCS / "measure.py").find_newest(name, more.pop(0))
     else:
-        stored = _stored(name)
+        stored = _read_stored(name)
     wanted: Row = {}
     for condition in more:
         key, _, value = condition.partition("=")
-        wanted[key] = [_parsed(part) for part in value.split("/")]
+        wanted[key] = [_parse_value(part) for part in value.split("/")]
     digits = wanted.pop("digits", [3])[0]
     pairs = [column.split(" as ") for column in columns.split(", ")]
     yield "| " + " | ".join(pair[-1].replace("_", " ") for pair in pairs) + " |"
     yield "|" + "---|" * len(pairs)
-    matching = _matching(stored["rows"], wanted)
+    matching = _select_rows(stored["rows"], wanted)
     if not matching:
         raise ValueError(f"no row for {line!r}")
     for entry in matching:
-        yield "| " + " | ".join(_cell(entry.get(pair[0]), digits) for pair in pairs) + " |"
+        yield "| " + " | ".join(_format_cell(entry.get(pair[0]), digits) for pair in pairs) + " |"
     yield ""
-    yield f"*{_provenance(stored)}*"
+    yield f"*{_describe_provenance(stored)}*"
 
 
-def _matching(rows: list[Row], wanted: Row) -> list[Row]:
+def _select_rows(rows: list[Row], wanted: Row) -> list[Row]:
     return [
         entry
         for entry in rows
@@ -289,7 +291,7 @@ def _matching(rows: list[Row], wanted: Row) -> list[Row]:
     ]
 
 
-def _parsed(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     text = text.replace("~", " ")
     try:
         return json.loads(text)
@@ -297,7 +299,7 @@ def _parsed(text: str) -> Any:
         return text
 
 
-def _cell(value: Any, digits: int = 3) -> str:
+def _format_cell(value: Any, digits: int = 3) -> str:
     if value is None or value == "":
         return "-"
     if isinstance(value, float):
@@ -306,7 +308,7 @@ def _cell(value: Any, digits: int = 3) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _provenance(stored: Row) -> str:
+def _describe_provenance(stored: Row) -> str:
     facts = stored["environment"]
     parts = facts["gpus"] or [facts["processor"], f"{facts['cores']} cores"]
     if "memory_gib" in facts:
@@ -317,23 +319,23 @@ def _provenance(stored: Row) -> str:
     if flags := [flag for flag in facts.get("cpu_flags", ()) if flag in NAMED_FLAGS]:
         parts = [*parts, " ".join(flags)]
     return (
-        f"{_as_code(stored['command'])}, {facts['date'][:10]}: {', '.join(parts)}; "
+        f"{_format_command(stored['command'])}, {facts['date'][:10]}: {', '.join(parts)}; "
         f"torch {facts['torch']}, Python {facts['python']}."
     )
 
 
-def _as_code(command: str) -> str:
+def _format_command(command: str) -> str:
     """Return a command as code, without the words that may precede it and cannot be typed."""
     words, _, code = command.rpartition(": ")
     return f"{words[:1].upper()}{words[1:]} `{code}`".strip()
 
 
-def _stored(name: str) -> Row:
+def _read_stored(name: str) -> Row:
     stored: Row = json.loads((DOCS / "answers" / "rows" / f"{name}.json").read_text())
     return stored
 
 
-def _module(name: str, path: Path) -> Any:
+def _import_module(name: str, path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -36,13 +36,13 @@ class Guarantee(NamedTuple):
     tests: list[str]
 
 
-def guarantees(package: str) -> list[Guarantee]:
+def read_guarantees(package: str) -> list[Guarantee]:
     """Return the guarantees of a package."""
     text = (ROOT / "packages" / package / "guarantees.toml").read_text()
     return [Guarantee(**entry) for entry in tomllib.loads(text)["guarantee"]]
 
 
-def page() -> str:
+def write_page_text() -> str:
     """Return the page as Markdown: the packages, and in each the questions that it answers."""
     lines = [
         "# Guarantees",
@@ -60,20 +60,20 @@ def page() -> str:
     ]
     for package in PACKAGES:
         lines += ["", f"## {package}"]
-        entries = guarantees(package)
+        entries = read_guarantees(package)
         for key, question in QUESTIONS.items():
             answers = [entry for entry in entries if entry.question == key]
             if answers:
                 lines += ["", f"**{question}**", "", "| guarantee | shown by |", "|---|---|"]
-                lines += [_row(entry) for entry in answers]
+                lines += [_format_row(entry) for entry in answers]
     return "\n".join(lines) + "\n"
 
 
-def _row(entry: Guarantee) -> str:
+def _format_row(entry: Guarantee) -> str:
     claim = entry.claim.replace("|", r"\|")
     cited = ", ".join(f"`{test}`" for test in entry.tests)
     return f"| {claim if claim.endswith('.') else claim + '.'} | {cited} |"
 
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "guarantees.md").write_text(page())
+    (ROOT / "docs" / "guarantees.md").write_text(write_page_text())

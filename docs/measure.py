@@ -26,7 +26,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from tables import case_table, plain_table
+from tables import format_case_table, format_plain_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -61,22 +61,22 @@ def main() -> None:
     if not arguments.write_only:
         for wanted in arguments.packages or PACKAGES:
             name, _, label = wanted.partition(":")
-            for run in [label] if label else runs_here(name):
+            for run in [label] if label else list_possible_runs(name):
                 measure(name, run)
     for name in PACKAGES:
         write_pages(name)
 
 
-def settings(name: str) -> dict[str, Any]:
+def read_settings(name: str) -> dict[str, Any]:
     """Return `runs` (command lines) and `readme` (the quoted rows) of a package."""
     return tomllib.loads((ROOT / "packages" / name / "measured.toml").read_text())
 
 
-def runs_here(name: str) -> list[str]:
+def list_possible_runs(name: str) -> list[str]:
     """Return the runs of a package that this machine can make."""
     from llmsys_suite.config import count_gpus
 
-    return [run for run in settings(name)["runs"] if not run.startswith("gpu") or count_gpus()]
+    return [run for run in read_settings(name)["runs"] if not run.startswith("gpu") or count_gpus()]
 
 
 def measure(name: str, label: str) -> None:
@@ -87,7 +87,7 @@ def measure(name: str, label: str) -> None:
     machine = "gpu" if facts["gpus"] else "cpu"
     folder = RESULTS / f"{date.today().isoformat()}-{machine}"
     folder.mkdir(parents=True, exist_ok=True)
-    shown = settings(name)["runs"][label].replace("{two_hosts}", TWO_HOSTS)
+    shown = read_settings(name)["runs"][label].replace("{two_hosts}", TWO_HOSTS)
     command = [sys.executable if part == "python" else part for part in shlex.split(shown)]
     prefix = "PYTHONPATH=tests " if "suite_workloads" in shown else ""
     with tempfile.TemporaryDirectory() as scratch:
@@ -105,18 +105,18 @@ def measure(name: str, label: str) -> None:
     (folder / f"{name}-{label}.json").write_text(json.dumps(stored, indent=1) + "\n")
 
 
-def newest(name: str, label: str) -> dict[str, Any] | None:
+def find_newest(name: str, label: str) -> dict[str, Any] | None:
     """Return the newest results of one run that the pages quote, or None.
 
     Sentences on the pages compare these figures. Results of a processor without `QUOTED_FLAG` are
     therefore quoted only if there are no others.
     """
-    every = list(newest_by_machine(name, label).values())
+    every = list(find_newest_by_machine(name, label).values())
     quoted = [stored for stored in every if _is_quoted(stored)]
-    return max(quoted or every, key=_date, default=None)
+    return max(quoted or every, key=_format_date, default=None)
 
 
-def newest_by_machine(name: str, label: str) -> dict[str, dict[str, Any]]:
+def find_newest_by_machine(name: str, label: str) -> dict[str, dict[str, Any]]:
     """Return the newest results of one run on each kind of GPU or processor.
 
     The first results did not record the flags of the processor. They are left out if there are
@@ -124,7 +124,10 @@ def newest_by_machine(name: str, label: str) -> dict[str, dict[str, Any]]:
     """
     every = [json.loads(path.read_text()) for path in RESULTS.glob(f"*/{name}-{label}.json")]
     with_flags = [stored for stored in every if "cpu_flags" in stored["environment"]]
-    return {_machine(stored): stored for stored in sorted(with_flags or every, key=_date)}
+    return {
+        _describe_machine(stored): stored
+        for stored in sorted(with_flags or every, key=_format_date)
+    }
 
 
 def _is_quoted(stored: dict[str, Any]) -> bool:
@@ -133,11 +136,11 @@ def _is_quoted(stored: dict[str, Any]) -> bool:
     return bool(facts["gpus"]) or QUOTED_FLAG in facts.get("cpu_flags", ())
 
 
-def _date(stored: dict[str, Any]) -> str:
+def _format_date(stored: dict[str, Any]) -> str:
     return str(stored["environment"]["date"])
 
 
-def _machine(stored: dict[str, Any]) -> str:
+def _describe_machine(stored: dict[str, Any]) -> str:
     """Return the GPUs, or the processor with the flags on which its speed depends."""
     facts = stored["environment"]
     if facts["gpus"]:
@@ -150,65 +153,69 @@ def write_pages(name: str) -> None:
     """Fill the marked section of a README, and write the page of all rows."""
     readme = ROOT / "packages" / name / "README.md"
     head, rest = readme.read_text().split(BEGIN)
-    readme.write_text(head + BEGIN + quoted(name) + END + rest.split(END)[1])
-    (RESULTS / f"{name}.md").write_text(page(name))
+    readme.write_text(head + BEGIN + format_quoted_rows(name) + END + rest.split(END)[1])
+    (RESULTS / f"{name}.md").write_text(format_page(name))
 
 
-def quoted(name: str) -> str:
+def format_quoted_rows(name: str) -> str:
     """Return the quoted rows as one Markdown table."""
-    wanted = settings(name)["readme"]
+    wanted = read_settings(name)["readme"]
     rows, commands = [], []
     for pattern in wanted["rows"]:
         pattern = dict(pattern)
-        stored = newest(name, pattern.pop("run", wanted.get("run")))
+        stored = find_newest(name, pattern.pop("run", wanted.get("run")))
         if stored is None:
             return ""
-        matching = [row for row in stored["rows"] if _matches(row, pattern)]
+        matching = [row for row in stored["rows"] if _is_match(row, pattern)]
         if not matching:
             raise ValueError(f"{name}/measured.toml: no row matches {pattern}")
         rows += [{column: row.get(column, "-") for column in wanted["columns"]} for row in matching]
-        commands.append(_command(stored))
+        commands.append(_format_command(stored))
     return "\n".join(
         [
             *dict.fromkeys(commands),
             "",
-            *plain_table(rows),
+            *format_plain_table(rows),
             f"[All rows](../../docs/results/{name}.md).",
             "",
         ]
     )
 
 
-def page(name: str) -> str:
+def format_page(name: str) -> str:
     """Return the newest results of a package on every machine as Markdown, a table per case."""
     lines = [f"# {name}: measurements", "", f"The files `*/{name}-*.json` have all columns.", ""]
-    layouts = settings(name)["cases"]
-    for label in settings(name)["runs"]:
-        for stored in newest_by_machine(name, label).values():
-            lines += [f"## {label}", "", _command(stored), ""]
+    layouts = read_settings(name)["cases"]
+    for label in read_settings(name)["runs"]:
+        for stored in find_newest_by_machine(name, label).values():
+            lines += [f"## {label}", "", _format_command(stored), ""]
             cases = dict.fromkeys(row["case"] for row in stored["rows"])
             for case in cases:
                 if case not in layouts:
                     raise ValueError(f"{name}/measured.toml: expected [cases.{case}]")
                 rows = [row for row in stored["rows"] if row["case"] == case]
-                lines += [f"### {case.replace('_', ' ')}", "", *case_table(rows, layouts[case])]
+                lines += [
+                    f"### {case.replace('_', ' ')}",
+                    "",
+                    *format_case_table(rows, layouts[case]),
+                ]
     pictures = sorted(path.name for path in RESULTS.glob(f"{name}-*.[ps][nv]g"))
     lines += [f"![{picture}]({picture})\n" for picture in pictures]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _matches(row: Row, pattern: Row) -> bool:
+def _is_match(row: Row, pattern: Row) -> bool:
     return all(
         row.get(key) in (value if isinstance(value, list) else [value])
         for key, value in pattern.items()
     )
 
 
-def _command(stored: dict[str, Any]) -> str:
+def _format_command(stored: dict[str, Any]) -> str:
     facts = stored["environment"]
     return (
-        f"`{stored['command']}`, {facts['date'][:10]}: {_machine(stored)}; torch {facts['torch']}, "
-        f"Python {facts['python']}."
+        f"`{stored['command']}`, {facts['date'][:10]}: {_describe_machine(stored)}; "
+        f"torch {facts['torch']}, Python {facts['python']}."
     )
 
 

@@ -19,7 +19,7 @@ LOW = "_p10"
 HIGH = "_p90"
 
 
-def case_table(rows: Iterable[Row], layout: Mapping[str, Any]) -> list[str]:
+def format_case_table(rows: Iterable[Row], layout: Mapping[str, Any]) -> list[str]:
     """Return the lines of one case: how to read it, what all rows share, and the table.
 
     `layout` has the keys
@@ -32,8 +32,8 @@ def case_table(rows: Iterable[Row], layout: Mapping[str, Any]) -> list[str]:
       Results of an older bench may lack some;
     - `references` (optional): a column to values; rows with such a value are never the best.
     """
-    rows = [_with_merged_percentiles(row) for row in rows]
-    known = _columns(rows)
+    rows = [_merge_percentiles(row) for row in rows]
+    known = _list_columns(rows)
     wanted = [c for c in layout.get("columns") or known if c in known and c != "case"]
     unknown = {*layout.get("best", {})} - {*known}
     if unknown:
@@ -42,24 +42,28 @@ def case_table(rows: Iterable[Row], layout: Mapping[str, Any]) -> list[str]:
     shared = [c for c in wanted if c not in varying]
     lines = [layout["read"].strip(), ""]
     if shared:
-        settings = ", ".join(f"{_header(c, rows)} {_cell(rows[0].get(c))}" for c in shared)
+        settings = ", ".join(
+            f"{_format_header(c, rows)} {_format_cell(rows[0].get(c))}" for c in shared
+        )
         lines += [f"Equal in every row: {settings}.", ""]
-    best = {column: _best(rows, column, layout) for column in layout.get("best", {})}
+    best = {column: _find_best_rows(rows, column, layout) for column in layout.get("best", {})}
     cells = [
-        [_bold(row.get(c), bold=i in best.get(c, ())) for c in varying]
+        [_format_bold(row.get(c), bold=i in best.get(c, ())) for c in varying]
         for i, row in enumerate(rows)
     ]
-    return [*lines, *markdown([_header(c, rows) for c in varying], cells)]
+    return [*lines, *format_markdown_table([_format_header(c, rows) for c in varying], cells)]
 
 
-def plain_table(rows: Iterable[Row]) -> list[str]:
+def format_plain_table(rows: Iterable[Row]) -> list[str]:
     """Return the lines of a table of rows that have the same columns."""
     rows = list(rows)
     header = [column.replace("_", " ") for column in rows[0]]
-    return markdown(header, [[_cell(value) for value in row.values()] for row in rows])
+    return format_markdown_table(
+        header, [[_format_cell(value) for value in row.values()] for row in rows]
+    )
 
 
-def markdown(header: list[str], cells: list[list[str]]) -> list[str]:
+def format_markdown_table(header: list[str], cells: list[list[str]]) -> list[str]:
     """Return the lines of a Markdown table, with an empty line at the end."""
     return [
         "| " + " | ".join(header) + " |",
@@ -69,7 +73,7 @@ def markdown(header: list[str], cells: list[list[str]]) -> list[str]:
     ]
 
 
-def _with_merged_percentiles(row: Row) -> Row:
+def _merge_percentiles(row: Row) -> Row:
     """Return the row with each median, 10th and 90th percentile merged into one tuple."""
     merged: dict[str, Any] = {}
     for column, value in row.items():
@@ -81,7 +85,7 @@ def _with_merged_percentiles(row: Row) -> Row:
     return merged
 
 
-def _columns(rows: list[Row]) -> list[str]:
+def _list_columns(rows: list[Row]) -> list[str]:
     """Return the columns of all rows, each at its position in the row that has most columns."""
     columns: list[str] = []
     for row in sorted(rows, key=len, reverse=True):
@@ -89,43 +93,43 @@ def _columns(rows: list[Row]) -> list[str]:
     return columns
 
 
-def _header(column: str, rows: list[Row]) -> str:
+def _format_header(column: str, rows: list[Row]) -> str:
     merged = any(isinstance(row.get(column), tuple) for row in rows)
     suffix = " (p10 to p90)" if merged else ""
     return column.replace("_", " ") + suffix
 
 
-def _best(rows: list[Row], column: str, layout: Mapping[str, Any]) -> list[int]:
+def _find_best_rows(rows: list[Row], column: str, layout: Mapping[str, Any]) -> list[int]:
     """Return the indices of the rows with the best figure of a column within their group."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, row in enumerate(rows):
         references = layout.get("references", {})
-        is_missing = row.get(column) is None or math.isnan(_number(row[column]))
+        is_missing = row.get(column) is None or math.isnan(_parse_number(row[column]))
         if not is_missing and not any(row.get(c) in references[c] for c in references):
             key = tuple(str(row.get(c)) for c in layout.get("within", ()))
             groups.setdefault(key, []).append(i)
     choose = {"lowest": min, "highest": max}[layout["best"][column]]
     winners = []
     for group in groups.values():
-        target = choose(_number(rows[i][column]) for i in group)
-        winners += [i for i in group if len(group) > 1 and _number(rows[i][column]) == target]
+        target = choose(_parse_number(rows[i][column]) for i in group)
+        winners += [i for i in group if len(group) > 1 and _parse_number(rows[i][column]) == target]
     return winners
 
 
-def _number(value: Any) -> float:
+def _parse_number(value: Any) -> float:
     return float(value[0] if isinstance(value, tuple) else value)
 
 
-def _bold(value: Any, *, bold: bool) -> str:
-    return f"**{_cell(value)}**" if bold else _cell(value)
+def _format_bold(value: Any, *, bold: bool) -> str:
+    return f"**{_format_cell(value)}**" if bold else _format_cell(value)
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     """Return a value as text: numbers with three significant digits, missing ones as a dash."""
     if value is None:
         return "-"
     if isinstance(value, tuple):
-        median, low, high = map(_cell, value)
+        median, low, high = map(_format_cell, value)
         return median if median == low == high else f"{median} ({low} to {high})"
     if isinstance(value, float):
         if math.isnan(value):

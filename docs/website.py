@@ -87,7 +87,7 @@ def main() -> int:
 
     shutil.rmtree(SITE, ignore_errors=True)
     source = SITE / "_source"
-    stage(source)
+    stage_pages(source)
     app = Sphinx(
         str(source),
         None,
@@ -98,7 +98,7 @@ def main() -> int:
         status=None,
         warning=sys.stderr,
     )
-    app.connect("autodoc-process-docstring", _bars)
+    app.connect("autodoc-process-docstring", _escape_bars)
     app.build(force_all=True)
     shutil.rmtree(source)
     shutil.rmtree(SITE / "_trees")
@@ -106,38 +106,40 @@ def main() -> int:
     return int(app.statuscode)
 
 
-def _bars(_app: Any, _what: str, _name: str, _thing: Any, _options: Any, lines: list[str]) -> None:
+def _escape_bars(
+    _app: Any, _what: str, _name: str, _thing: Any, _options: Any, lines: list[str]
+) -> None:
     """Escape |x|, a norm, which reST would read as a substitution, except in code."""
     for i, line in enumerate(lines):
         if not line.startswith("    "):
             lines[i] = re.sub(r"`[^`]*`|\|", lambda m: "\\|" if m[0] == "|" else m[0], line)
 
 
-def stage(folder: Path) -> None:
+def stage_pages(folder: Path) -> None:
     """Copy every page to its path in the site, with rewritten links."""
-    pages = site_paths()
+    pages = list_site_paths()
     shown: set[Path] = set()
     for page, site_path in pages.items():
-        rewrite = partial(_link, page=page, site_path=site_path, pages=pages, shown=shown)
+        rewrite = partial(_rewrite_link, page=page, site_path=site_path, pages=pages, shown=shown)
         text = LINK.sub(rewrite, page.read_text())
         if site_path.startswith("results/"):
             text = WIDE + text  # tables of many columns
         if site_path == "index.md":
-            text += _contents()
+            text += _format_contents()
         _write(folder / site_path, text)
     for path in sorted(shown):
         if path.suffix in PICTURES:
-            target = folder / _picture(path)
+            target = folder / _get_picture_path(path)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
         else:
-            _write(folder / "files" / f"{path.relative_to(ROOT)}.md", _file(path))
+            _write(folder / "files" / f"{path.relative_to(ROOT)}.md", _format_file_page(path))
     for name in PACKAGES:
-        _write(folder / "api" / f"{name}.md", _api(name))
-    _write(folder / "results" / "index.md", _results())
+        _write(folder / "api" / f"{name}.md", _format_api_page(name))
+    _write(folder / "results" / "index.md", _list_results())
 
 
-def site_paths() -> dict[Path, str]:
+def list_site_paths() -> dict[Path, str]:
     """Return the path in the site of each page of the repository."""
     pages = {DOCS / f"{guide}.md": f"{guide}.md" for guide in GUIDES}
     pages |= {ROOT / "README.md": "getting_started.md", DOCS / "index.md": "overview.md"}
@@ -147,7 +149,9 @@ def site_paths() -> dict[Path, str]:
     return pages | {ROOT / "packages" / p / "README.md": f"packages/{p}.md" for p in PACKAGES}
 
 
-def _link(match: re.Match[str], page: Path, site_path: str, pages: Any, shown: set[Path]) -> str:
+def _rewrite_link(
+    match: re.Match[str], page: Path, site_path: str, pages: Any, shown: set[Path]
+) -> str:
     target = (page.parent / match[1]).resolve()
     if not target.exists():
         raise FileNotFoundError(f"{page.relative_to(ROOT)} links to the missing {match[1]}")
@@ -159,7 +163,7 @@ def _link(match: re.Match[str], page: Path, site_path: str, pages: Any, shown: s
         reached = pages[target / "README.md"]
     elif target.suffix in PICTURES:
         shown.add(target)
-        reached = str(_picture(target))
+        reached = str(_get_picture_path(target))
     else:
         shown.add(target)
         reached = f"files/{target.relative_to(ROOT)}.md"
@@ -167,29 +171,29 @@ def _link(match: re.Match[str], page: Path, site_path: str, pages: Any, shown: s
     return f"]({up}{reached}{match[2] or ''})"
 
 
-def _picture(path: Path) -> Path:
+def _get_picture_path(path: Path) -> Path:
     """Return the path in the site of a picture."""
     return path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT)
 
 
-def _file(path: Path) -> str:
+def _format_file_page(path: Path) -> str:
     """Return a page that shows one file."""
     language = {".py": "python", ".toml": "toml", ".md": "markdown"}.get(path.suffix, "text")
     return f"{UNLISTED}# {path.relative_to(ROOT)}\n\n````{language}\n{path.read_text()}\n````\n"
 
 
-def _api(name: str) -> str:
+def _format_api_page(name: str) -> str:
     """Return a page of every public name with its docstring and example, in `__all__`'s order."""
     module = importlib.import_module(name.replace("-", "_"))
-    examples = api_examples.examples(name)
-    parts = [f"# {name}: public names", api_examples.introduction(name)]
+    examples = api_examples.read_examples(name)
+    parts = [f"# {name}: public names", api_examples.read_introduction(name)]
     for public in module.__all__:
-        directive = "\n".join(_directive(module, public))
+        directive = "\n".join(_format_directive(module, public))
         parts += [f"```{{eval-rst}}\n{directive}\n```", examples[public]]
     return "\n\n".join([*parts, ""])
 
 
-def _directive(module: ModuleType, public: str) -> list[str]:
+def _format_directive(module: ModuleType, public: str) -> list[str]:
     """Return the lines of autodoc's directive for a public name."""
     thing = getattr(module, public)
     where = f"{module.__name__}.{public}"
@@ -202,25 +206,25 @@ def _directive(module: ModuleType, public: str) -> list[str]:
     return [f".. py:data:: {where}", f"   :type: {type(thing).__name__}"]
 
 
-def _results() -> str:
+def _list_results() -> str:
     names = sorted(path.stem for path in DOCS.glob("results/*.md"))
-    tree = _tree([f"{name} <{name}>" for name in names])
+    tree = _format_tree([f"{name} <{name}>" for name in names])
     return "# Results\n\nAll rows, by package.\n\n" + tree
 
 
-def _contents() -> str:
+def _format_contents() -> str:
     """Return the site's tree, for the end of the first page."""
     return "\n".join(
         [
             "\n",
-            _tree([*FIRST_GUIDES, *GUIDES, "results/index"], "Guides"),
-            _tree([f"packages/{name}" for name in PACKAGES], "Packages"),
-            _tree([f"{name} <api/{name}>" for name in PACKAGES], "Public names"),
+            _format_tree([*FIRST_GUIDES, *GUIDES, "results/index"], "Guides"),
+            _format_tree([f"packages/{name}" for name in PACKAGES], "Packages"),
+            _format_tree([f"{name} <api/{name}>" for name in PACKAGES], "Public names"),
         ]
     )
 
 
-def _tree(names: list[str], caption: str = "") -> str:
+def _format_tree(names: list[str], caption: str = "") -> str:
     head = [f":caption: {caption}", ":hidden:"] if caption else []
     return "\n".join(["```{toctree}", *head, ":maxdepth: 1", "", *names, "```", ""])
 

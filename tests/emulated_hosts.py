@@ -56,7 +56,7 @@ class Host:
 
 
 @cache
-def why_not() -> str:
+def explain_refusal() -> str:
     """Return the reason why this machine cannot emulate hosts, or an empty string if it can."""
     if sys.platform != "linux":
         return "network namespaces exist on linux only"

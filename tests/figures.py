@@ -16,7 +16,7 @@ MARGIN = 0.15
 measured_figures: list[str] = []
 
 
-def cpu_model() -> str:
+def read_cpu_model() -> str:
     """Return the name of the processor as Linux reports it."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
@@ -44,6 +44,6 @@ def _record(figure: str, relation: str, expected: float, measured: float, unit: 
     """Return the line that states both values, after storing it for the list at the end."""
     space = "" if unit in ("", "x") else " "
     line = f"{figure}: expected {relation} {expected:g}{space}{unit}, "
-    line += f"measured {measured:.3g}{space}{unit} on {cpu_model()}"
+    line += f"measured {measured:.3g}{space}{unit} on {read_cpu_model()}"
     measured_figures.append(line)
     return line

@@ -15,18 +15,18 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from workspace import PACKAGES, ROOT, UV, project, source
+from workspace import PACKAGES, ROOT, UV, get_source_folder, read_project
 
 # The interpreter of triton 3.6 fails with later versions.
 NUMPY = "numpy<2.4"
 
 
-def requirements(groups: dict[str, list[str]]) -> list[str]:
+def list_requirements(groups: dict[str, list[str]]) -> list[str]:
     """Return what the packages and tests need, with each lower bound as the exact version."""
     needed = {NUMPY, *groups["dev"]}
     for package in PACKAGES:
         # The suite names the other packages with " @ ".
-        needed.update(line for line in project(package)["dependencies"] if " @ " not in line)
+        needed.update(line for line in read_project(package)["dependencies"] if " @ " not in line)
     return sorted(line.replace(">=", "==") for line in needed)
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     """Create the environment and run pytest in it."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     options = ["--exclude-newer", settings["tool"]["uv"]["exclude-newer"]]
-    needed = requirements(settings["dependency-groups"])
+    needed = list_requirements(settings["dependency-groups"])
     with tempfile.TemporaryDirectory() as folder:
         python = Path(folder) / ".venv" / "bin" / "python"
         # The pins of the workspace do not apply outside of its folder.
@@ -43,7 +43,7 @@ def main() -> None:
             [UV, "pip", "install", "--python", python, *options, *needed],
         ):
             subprocess.run(command, cwd=folder, check=True)
-        sources = os.pathsep.join(str(source(package).parent) for package in PACKAGES)
+        sources = os.pathsep.join(str(get_source_folder(package).parent) for package in PACKAGES)
         done = subprocess.run(
             [python, "-m", "pytest", *sys.argv[1:]],
             cwd=ROOT,

@@ -39,7 +39,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from emulated_hosts import emulated_hosts, run_everywhere, why_not
+from emulated_hosts import emulated_hosts, explain_refusal, run_everywhere
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.text.data import Corpus, load_corpus
 from paramserver import (
@@ -89,13 +89,13 @@ class TimedAdamW(torch.optim.AdamW):
         TimedAdamW.seconds += time.perf_counter() - start
 
 
-def rate_at(step: int, steps: int) -> float:
+def compute_rate(step: int, steps: int) -> float:
     """Return the learning-rate factor: warm-up, then a cosine to a tenth (DiLoCo paper)."""
     warm = min(1.0, (step + 1) / max(1, steps // 20))
     return warm * (0.55 + 0.45 * float(torch.cos(torch.tensor(torch.pi * step / steps))))
 
 
-def decoder(size: str) -> Decoder:
+def build_decoder(size: str) -> Decoder:
     torch.manual_seed(0)
     return Decoder(ModelConfig.from_size(size, context=CONTEXT))
 
@@ -106,7 +106,7 @@ def batch(corpus: Corpus, step: int, worker: int) -> tuple[torch.Tensor, torch.T
     )
 
 
-def held_out(model: Decoder, corpus: Corpus) -> float:
+def compute_held_out_loss(model: Decoder, corpus: Corpus) -> float:
     with torch.no_grad():
         return float(model.compute_loss(*corpus.build_heldout_batch(rows=64, context=CONTEXT)))
 
@@ -120,7 +120,7 @@ def train(worker, steps: int) -> tuple[float, float, int]:
     base = optimizer.param_groups[0]["lr"]
     begin = None
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = base * rate_at(step, steps)
+        optimizer.param_groups[0]["lr"] = base * compute_rate(step, steps)
         start = time.perf_counter()
         worker.pull()
         pulled = time.perf_counter()
@@ -137,26 +137,26 @@ def train(worker, steps: int) -> tuple[float, float, int]:
     return compute_seconds, total, worker.bytes_pushed + worker.bytes_pulled
 
 
-def global_batch(corpus: Corpus, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_global_batch(corpus: Corpus, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the batches of all workers at a step, concatenated."""
     return tuple(
         map(torch.cat, zip(*(batch(corpus, step, w) for w in range(WORKERS)), strict=True))
     )
 
 
-def data_parallel_bytes(model: Decoder, steps: int) -> int:
+def count_data_parallel_bytes(model: Decoder, steps: int) -> int:
     """Return the bytes that a worker of a ring all-reduce sends and receives in `steps` steps."""
     return sum(p.nbytes for p in model.parameters()) * 2 * 2 * (WORKERS - 1) // WORKERS * steps
 
 
-def _scale(case: str, mebibytes: int, workers: int, servers: int, *, rounds: int) -> dict:
+def _measure_scale(case: str, mebibytes: int, workers: int, servers: int, *, rounds: int) -> dict:
     """Return the row of the slowest worker, if all exchange at the same time."""
     times = measure_exchanges(mebibytes, rounds, workers=workers, servers=servers)
     row = {"case": case, "model_mib": mebibytes, "workers": workers, "servers": servers}
     return row | compute_median_times(max(times, key=lambda pairs: sum(map(sum, pairs))))
 
 
-def bound_rows(mebibytes: int, rounds: int) -> list[dict]:
+def measure_bound(mebibytes: int, rounds: int) -> list[dict]:
     """Return rows of exchanges, RPC and bare transfers of the same bytes, interleaved."""
     measured = {
         "shared_memory": lambda: measure_exchanges(mebibytes, rounds, transport="shared_memory")[0],
@@ -175,12 +175,12 @@ def bound_rows(mebibytes: int, rounds: int) -> list[dict]:
         row = {"case": "bound", "transport": name, "model_mib": mebibytes} | compute_median_times(
             pairs
         )
-        row["rpc_over_this_p50"] = median_ratio(times["rpc"], pairs)
+        row["rpc_over_this_p50"] = compute_median_ratio(times["rpc"], pairs)
         rows.append(row)
     return rows
 
 
-def journal_rows(mebibytes: int, rounds: int) -> list[dict]:
+def measure_journal(mebibytes: int, rounds: int) -> list[dict]:
     """Return rows of pushes without and with a journal, and of an append, interleaved.
 
     `over_parts` is the time of a push with a journal over that of a push and an append.
@@ -188,9 +188,9 @@ def journal_rows(mebibytes: int, rounds: int) -> list[dict]:
     rows = []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
-            plain = _push_seconds(mebibytes, None)
-            journaled = _push_seconds(mebibytes, f"{folder}/journal")
-            append = _append_seconds(mebibytes, Path(folder) / "bare")
+            plain = _time_push(mebibytes, None)
+            journaled = _time_push(mebibytes, f"{folder}/journal")
+            append = _time_append(mebibytes, Path(folder) / "bare")
         row = {"case": "journal", "model_mib": mebibytes, "push_ms": 1e3 * plain}
         row |= {"journaled_push_ms": 1e3 * journaled, "append_ms": 1e3 * append}
         rows.append(
@@ -199,13 +199,13 @@ def journal_rows(mebibytes: int, rounds: int) -> list[dict]:
     return rows
 
 
-def _push_seconds(mebibytes: int, journal: str | None) -> float:
+def _time_push(mebibytes: int, journal: str | None) -> float:
     """Return the median time of a push over ZeroMQ."""
     pairs = measure_exchanges(mebibytes, 10, transport="zeromq", journal=journal)[0]
     return statistics.median(push for push, _ in pairs)
 
 
-def _append_seconds(mebibytes: int, path: Path) -> float:
+def _time_append(mebibytes: int, path: Path) -> float:
     """Return the median time of a checksum of the bytes and an append of them to a file."""
     data = torch.randn(mebibytes * 2**18).view(torch.uint8).numpy().data
     times = []
@@ -218,7 +218,7 @@ def _append_seconds(mebibytes: int, path: Path) -> float:
     return statistics.median(times)
 
 
-def median_ratio(times: list, reference: list) -> float:
+def compute_median_ratio(times: list, reference: list) -> float:
     """Return the median of the pairwise ratios of `times` to `reference`."""
     pairs = zip(times, reference, strict=True)
     return statistics.median(sum(a) / sum(b) for a, b in pairs)
@@ -327,7 +327,7 @@ class _ZeroMQPeer:
         self.context.term()
 
 
-def _target(quick: bool) -> list[dict]:
+def _measure_time_to_target(quick: bool) -> list[dict]:
     """Return the time to a target per policy, with one of four workers five times slower."""
     kinds: tuple = (BulkSynchronous(), StaleSynchronous(4), Asynchronous())
     rounds = 1 if quick else 5
@@ -337,7 +337,11 @@ def _target(quick: bool) -> list[dict]:
             # A policy that averages applies one mean per step, the others four gradients.
             rate = 0.4 if kind.averages else 0.1
             result = run(
-                _regress, _regression(), partial(torch.optim.SGD, lr=rate), kind, workers=4
+                _time_regression,
+                _build_regression(),
+                partial(torch.optim.SGD, lr=rate),
+                kind,
+                workers=4,
             )
             seconds[repr(kind)].append((min(result.values), max(result.values)))
     bulk = seconds[repr(kinds[0])]
@@ -358,12 +362,12 @@ def _target(quick: bool) -> list[dict]:
     ]
 
 
-def _regression() -> nn.Module:
+def _build_regression() -> nn.Module:
     torch.manual_seed(0)
     return nn.Linear(32, 1, bias=False)
 
 
-def _regress(worker) -> float:
+def _time_regression(worker) -> float:
     """Return the seconds until the loss is a tenth of the first; worker 0 is five times slower."""
     generator = torch.Generator().manual_seed(worker.rank)
     truth = torch.linspace(-1, 1, 32)
@@ -382,25 +386,25 @@ def _regress(worker) -> float:
     raise RuntimeError(f"expected a loss below {first / 10:.3g} within 400 steps, got {error:.3g}")
 
 
-def loss_rows(size: str, steps: int, lr: float) -> list[dict[str, object]]:
+def measure_losses(size: str, steps: int, lr: float) -> list[dict[str, object]]:
     """Return held-out loss and bytes of each method; data-parallel runs as one equal process."""
     torch.set_num_threads(1)
     corpus = load_corpus()
-    model = decoder(size)
+    model = build_decoder(size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = lr * rate_at(step, steps)
+        optimizer.param_groups[0]["lr"] = lr * compute_rate(step, steps)
         optimizer.zero_grad()
-        model.compute_loss(*global_batch(corpus, step)).backward()
+        model.compute_loss(*draw_global_batch(corpus, step)).backward()
         optimizer.step()
-    base_loss = held_out(model, corpus)
-    base_bytes = data_parallel_bytes(model, steps)
+    base_loss = compute_held_out_loss(model, corpus)
+    base_bytes = count_data_parallel_bytes(model, steps)
     results = [("data-parallel", base_loss, base_bytes)]
     for name, policy in POLICIES.items():
         make = partial(TimedAdamW, lr=lr)
-        result = run(train, decoder(size), make, policy, args=(steps,), workers=WORKERS)
+        result = run(train, build_decoder(size), make, policy, args=(steps,), workers=WORKERS)
         model.load_state_dict(result.parameters)
-        results.append((name, held_out(model, corpus), result.values[0][2]))
+        results.append((name, compute_held_out_loss(model, corpus), result.values[0][2]))
         print(*results[-1], file=sys.stderr)
     return [
         {
@@ -419,20 +423,20 @@ def loss_rows(size: str, steps: int, lr: float) -> list[dict[str, object]]:
     ]
 
 
-def one_rank(kind: str, size: str, steps: int, lr: float) -> tuple[float, float, float]:
+def train_rank(kind: str, size: str, steps: int, lr: float) -> tuple[float, float, float]:
     """Train as a rank of a process group.
 
     Return the seconds of computation, the seconds in total, and the loss on held-out text.
     """
     dist.init_process_group("gloo")
-    model = decoder(size)
+    model = build_decoder(size)
     corpus = load_corpus()
     if kind != "data-parallel":
         # Each host serves half of the model, so that no worker is slowed down by serving more.
         make, hosts = partial(TimedAdamW, lr=lr), range(WORKERS)
         with join(model, make, POLICIES[kind], servers=hosts, timeout=240) as worker:
             compute_seconds, total, _ = train(worker, steps)
-        return compute_seconds, total, held_out(model, corpus)
+        return compute_seconds, total, compute_held_out_loss(model, corpus)
     torch.set_num_threads(1)
     wrapped = nn.parallel.DistributedDataParallel(model)
 
@@ -440,7 +444,7 @@ def one_rank(kind: str, size: str, steps: int, lr: float) -> tuple[float, float,
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         start = time.perf_counter()
         for number in range(steps_to_take):
-            optimizer.param_groups[0]["lr"] = lr * rate_at(number, steps)
+            optimizer.param_groups[0]["lr"] = lr * compute_rate(number, steps)
             tokens, targets = batch(corpus, number, dist.get_rank())
             logits = wrapped(tokens).flatten(0, 1)
             nn.functional.cross_entropy(logits, targets.flatten()).backward()
@@ -452,10 +456,10 @@ def one_rank(kind: str, size: str, steps: int, lr: float) -> tuple[float, float,
     with wrapped.no_sync():  # the time of steps without communication
         compute_seconds = seconds_of(10) / 10 * steps
     model.load_state_dict(initial)
-    return compute_seconds, seconds_of(steps), held_out(model, corpus)
+    return compute_seconds, seconds_of(steps), compute_held_out_loss(model, corpus)
 
 
-def link_rows(steps_of: dict[str, int], size: str, lr: float, rate: str) -> list[dict]:
+def measure_link(steps_of: dict[str, int], size: str, lr: float, rate: str) -> list[dict]:
     """Return the fraction of time that a worker computes, for two hosts on one link.
 
     `steps_of` contains the number of steps per kind: "data-parallel", or a key of `POLICIES`.
@@ -486,9 +490,9 @@ def link_rows(steps_of: dict[str, int], size: str, lr: float, rate: str) -> list
     return rows
 
 
-def equal_loss_rows(size: str, steps: int, lr: float, rate: str) -> list[dict]:
+def measure_equal_loss(size: str, steps: int, lr: float, rate: str) -> list[dict]:
     """Return the sent bytes and the loss of data-parallel training and DiLoCo on one link."""
-    rows = link_rows(dict.fromkeys(("data-parallel", LINKED[-1]), steps), size, lr, rate)
+    rows = measure_link(dict.fromkeys(("data-parallel", LINKED[-1]), steps), size, lr, rate)
     return [
         {
             "case": "equal_loss",
@@ -560,14 +564,14 @@ def main() -> None:
     parser.add_argument("--plot", help="prefix of the names of the plots")
     options = parser.parse_args()
     if options.rank_of:
-        result = one_rank(options.rank_of, options.size, options.steps, options.lr)
+        result = train_rank(options.rank_of, options.size, options.steps, options.lr)
         Path(f"{options.json}-{os.environ['RANK']}").write_text(json.dumps(result))
         os._exit(0)
     if options.journal or options.equal_loss:
         if options.journal:
-            rows = journal_rows(80, 5)
+            rows = measure_journal(80, 5)
         else:
-            rows = equal_loss_rows(options.size, options.steps, options.lr, options.rate)
+            rows = measure_equal_loss(options.size, options.steps, options.lr, options.rate)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
         print(format_table(rows))
@@ -580,11 +584,11 @@ def main() -> None:
         *(("servers", size, 1, servers) for servers in (1, 2, 4)),
     ]
     if options.exchange:
-        rows += bound_rows(size, rounds)
-        rows += [_scale(*scale, rounds=rounds) for scale in scales]
-        rows += _target(options.quick)
-    rows += loss_rows(options.size, options.steps, options.lr) if options.steps else []
-    if reason := why_not():
+        rows += measure_bound(size, rounds)
+        rows += [_measure_scale(*scale, rounds=rounds) for scale in scales]
+        rows += _measure_time_to_target(options.quick)
+    rows += measure_losses(options.size, options.steps, options.lr) if options.steps else []
+    if reason := explain_refusal():
         print(f"no link is emulated: {reason}", file=sys.stderr)
     elif options.link_steps:
         # Data-parallel training is so slow that it takes a tenth of the steps.
@@ -592,7 +596,7 @@ def main() -> None:
         steps_of = {"data-parallel": max(5, options.link_steps // 10)} | steps_of
         rows += [
             {key: value for key, value in row.items() if key != "held_out_loss"}
-            for row in link_rows(steps_of, options.link_size, options.lr, options.rate)
+            for row in measure_link(steps_of, options.link_size, options.lr, options.rate)
         ]
     if options.plot:
         plot(rows, options.plot)

@@ -17,7 +17,7 @@ from workspace import ROOT, UV
 PINS = re.compile(r"^constraint-dependencies = \[.*?\]$", re.DOTALL | re.MULTILINE)
 
 
-def pins_of(lock: dict[str, Any]) -> list[str]:
+def list_pins(lock: dict[str, Any]) -> list[str]:
     """Return an exact requirement per package of a parsed uv.lock, without workspace members."""
     pins = []
     for package in lock["package"]:
@@ -46,7 +46,7 @@ def main() -> None:
     (ROOT / "uv.lock").unlink(missing_ok=True)
     try:
         subprocess.run([UV, "lock"], cwd=ROOT, check=True)
-        write_pins(pyproject, pins_of(tomllib.loads((ROOT / "uv.lock").read_text())))
+        write_pins(pyproject, list_pins(tomllib.loads((ROOT / "uv.lock").read_text())))
         subprocess.run([UV, "lock"], cwd=ROOT, check=True)
     except BaseException:
         # `uv sync` writes a lock for these pins.

@@ -23,7 +23,7 @@ STRING_OR_COMMENT = re.compile(
 IMPORT = re.compile(r"^[ \t]*((?:from|import)\b(?:[^\n(]*\([^)]*\)|[^\n]*))", re.MULTILINE)
 
 
-def comments_of(text: str) -> Iterator[tuple[int, int, str]]:
+def iter_comments(text: str) -> Iterator[tuple[int, int, str]]:
     """Yield the line, column and text of each comment, with its `#`."""
     row, line_start = 1, 0
     for match in STRING_OR_COMMENT.finditer(text):
@@ -34,7 +34,7 @@ def comments_of(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 @cache
-def imports_of(path: Path) -> list[ast.Import | ast.ImportFrom]:
+def list_imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
     """Return the import statements of a file, also those inside functions."""
     code = STRING_OR_COMMENT.sub(lambda match: "" if match[1] else '""', path.read_text())
     statements = ast.parse("\n".join(IMPORT.findall(code))).body

@@ -10,15 +10,15 @@ from torch import nn
 
 
 def small(device: torch.device):
-    return _decoder("small", device, torch.float32, tokens=16)
+    return _build_decoder("small", device, torch.float32, tokens=16)
 
 
 def xl(device: torch.device):
     """Return a model of two billion bfloat16 parameters: 4 GB per rank, and 4 GB of gradients."""
-    return _decoder("xl", device, torch.bfloat16, tokens=4)
+    return _build_decoder("xl", device, torch.bfloat16, tokens=4)
 
 
-def _decoder(size: str, device: torch.device, dtype: torch.dtype, *, tokens: int):
+def _build_decoder(size: str, device: torch.device, dtype: torch.dtype, *, tokens: int):
     from llmsys_suite.model import Decoder, ModelConfig
 
     torch.manual_seed(0)

@@ -13,12 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zero
 from accounting.memory.live import make_state, training_step_memory
-from llmsys_suite import splits
 from llmsys_suite.config import RunConfig
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
-from llmsys_suite.ranks.progress import Progress
-from llmsys_suite.ranks.worker import Run
+from llmsys_suite.ranks.rank import Progress, Run
+from llmsys_suite.splits import split_model as splits
 from llmsys_suite.stages.plan import describe_model, measure_peak_bytes, predict
 from llmsys_suite.text.data import load_corpus
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,7 +53,7 @@ def test_parameters_and_flops_of_every_size_equal_torch_counts(size):
     assert predicted.step_flops_full == counter.get_total_flops()
 
 
-def peak_of_second_step(config, attention, device, *, checkpointed, foreach=False):
+def measure_second_step_peak(config, attention, device, *, checkpointed, foreach=False):
     """Return the peak of live bytes in an AdamW step whose optimizer state exists already."""
     shape = replace(
         ModelConfig.from_size(config.size, context=config.context), checkpoint=checkpointed
@@ -69,7 +68,7 @@ def peak_of_second_step(config, attention, device, *, checkpointed, foreach=Fals
     ).peak_bytes
 
 
-def predicted_peak(config, *, checkpointed, **options):
+def predict_peak(config, *, checkpointed, **options):
     return accounting.peak_memory(
         describe_model(config),
         accounting.Plan(recompute="full" if checkpointed else "none"),
@@ -97,8 +96,8 @@ def predicted_peak(config, *, checkpointed, **options):
 def test_peak_memory_of_every_size_is_predicted_within_5_percent(size, rows, context, checkpointed):
     # The meta device allocates nothing, so that any size can be counted anywhere.
     config = RunConfig(size=size, rows=rows, context=context)
-    measured = peak_of_second_step(config, plain_attention, "meta", checkpointed=checkpointed)
-    predicted = predicted_peak(config, flash=False, foreach=False, checkpointed=checkpointed)
+    measured = measure_second_step_peak(config, plain_attention, "meta", checkpointed=checkpointed)
+    predicted = predict_peak(config, flash=False, foreach=False, checkpointed=checkpointed)
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
@@ -121,8 +120,8 @@ def test_peak_memory_on_the_cpu_is_predicted_within_10_percent(
     config = RunConfig(rows=rows, context=context)
     attention = F.scaled_dot_product_attention if flash else plain_attention
     options = {"checkpointed": checkpointed, "foreach": foreach}
-    measured = peak_of_second_step(config, attention, "cpu", **options)
-    assert predicted_peak(config, flash=flash, **options) == pytest.approx(measured, rel=0.10)
+    measured = measure_second_step_peak(config, attention, "cpu", **options)
+    assert predict_peak(config, flash=flash, **options) == pytest.approx(measured, rel=0.10)
 
 
 @pytest.mark.gpu
@@ -130,7 +129,7 @@ def test_peak_memory_on_the_cpu_is_predicted_within_10_percent(
 @pytest.mark.parametrize("size", ["tiny", "small", "medium"])
 def test_peak_memory_on_a_gpu_is_predicted_within_5_percent(size):
     config = RunConfig(size=size, rows=8, context=512, device="cuda", world=1)
-    measured = measure_peak_bytes(a_run(config))
+    measured = measure_peak_bytes(make_run(config))
     assert predict(config).training_peak_bytes == pytest.approx(measured, rel=0.05)
 
 
@@ -138,47 +137,47 @@ def test_peak_memory_on_a_gpu_is_predicted_within_5_percent(size):
 WORLDS = [2, pytest.param(4, marks=pytest.mark.exhaustive)]
 
 
-def measured_bytes(kind, world):
+def get_measured_bytes(kind, world):
     """Return the measured bytes of each rank."""
-    return [of_rank[kind] for of_rank in all_measured_bytes(world)]
+    return [of_rank[kind] for of_rank in measure_all_bytes(world)]
 
 
 @cache
-def all_measured_bytes(world):
+def measure_all_bytes(world):
     """Return all measurements of each rank, which start ranks only once."""
-    return run_ranks(bytes_of_rank, world)
+    return run_ranks(measure_rank_bytes, world)
 
 
-def bytes_of_rank():
+def measure_rank_bytes():
     return {
-        "ddp": bytes_reduced_by_ddp(),
-        "zero": bytes_sent_by_sharded_optimizer(),
-        "tensor": bytes_of_tensor_parallel(),
-        "pipeline": bytes_sent_by_pipeline() if dist.get_world_size() == 2 else None,
+        "ddp": count_ddp_bytes(),
+        "zero": count_sharded_optimizer_bytes(),
+        "tensor": count_tensor_parallel_bytes(),
+        "pipeline": count_pipeline_bytes() if dist.get_world_size() == 2 else None,
     }
 
 
-def decoder():
+def build_decoder():
     torch.manual_seed(0)
     return Decoder(SHAPE)
 
 
-def tokens():
+def draw_tokens():
     return torch.randint(0, 256, (2, CONTEXT))
 
 
-def bytes_reduced_by_ddp():
-    model = ddp.DDP(decoder(), bucket_size_mb=0.05)
-    model.module.compute_loss(tokens(), tokens()).backward()
+def count_ddp_bytes():
+    model = ddp.DDP(build_decoder(), bucket_size_mb=0.05)
+    model.module.compute_loss(draw_tokens(), draw_tokens()).backward()
     model.finish_gradient_synchronization()
     return model.meter.last.gradient_bytes
 
 
-def bytes_sent_by_sharded_optimizer():
-    model = decoder()
+def count_sharded_optimizer_bytes():
+    model = build_decoder()
     optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     optimizer.communicator.bytes.clear()
-    model.compute_loss(tokens(), tokens()).backward()
+    model.compute_loss(draw_tokens(), draw_tokens()).backward()
     optimizer.step()
     return dict(optimizer.communicator.bytes)
 
@@ -186,7 +185,7 @@ def bytes_sent_by_sharded_optimizer():
 @pytest.mark.parametrize("world", WORLDS)
 def test_ddp_reduces_the_predicted_gradient_bytes(world):
     predicted = accounting.communication(MODEL, accounting.Plan(data=world), **SINGLE_PRECISION)
-    for sent in measured_bytes("ddp", world):
+    for sent in get_measured_bytes("ddp", world):
         assert sent == predicted["gradients"].payload
 
 
@@ -195,7 +194,7 @@ def test_zero_sends_the_predicted_bytes_by_each_collective(world):
     plan = accounting.Plan(data=world, zero=1)
     predicted = accounting.communication(MODEL, plan, **SINGLE_PRECISION)
     by_operation = {c.operation: c.payload for c in predicted}
-    for sent in measured_bytes("zero", world):
+    for sent in get_measured_bytes("zero", world):
         # The optimizer also reduces flags that mark parameters with a gradient.
         assert {name: sent[name] for name in by_operation} == by_operation
 
@@ -213,7 +212,7 @@ class CountedAllReduce(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def a_run(config):
+def make_run(config):
     rank = dist.get_rank() if dist.is_initialized() else 0
     device = torch.device(config.device)
     return Run(
@@ -227,19 +226,19 @@ def a_run(config):
     )
 
 
-def a_small_run():
-    return a_run(RunConfig(rows=ROWS, context=CONTEXT, world=dist.get_world_size()))
+def make_small_run():
+    return make_run(RunConfig(rows=ROWS, context=CONTEXT, world=dist.get_world_size()))
 
 
-def whole_batch(run):
+def draw_whole_batch(run):
     return run.corpus.draw_batch(rows=ROWS, context=CONTEXT, seed=0, step=0)
 
 
-def bytes_of_tensor_parallel():
-    run = a_small_run()
+def count_tensor_parallel_bytes():
+    run = make_small_run()
     model = splits.SplitModel(run, SHAPE, splits.Layout(tensor=run.world))
     with CountedAllReduce() as counted:
-        model.forward_backward(*whole_batch(run))
+        model.forward_backward(*draw_whole_batch(run))
     return counted.bytes
 
 
@@ -250,14 +249,14 @@ def test_tensor_parallel_reduces_the_predicted_bytes(world):
     predicted = accounting.communication(
         blocks, accounting.Plan(tensor=world), batch=ROWS, seq=CONTEXT, **SINGLE_PRECISION
     )
-    for sent in measured_bytes("tensor", world):
+    for sent in get_measured_bytes("tensor", world):
         assert sent == predicted.payload.total
 
 
-def bytes_sent_by_pipeline():
-    run = a_small_run()
+def count_pipeline_bytes():
+    run = make_small_run()
     model = splits.SplitModel(run, SHAPE, splits.Layout(pipeline=run.world, schedule="GPipe"))
-    batch = whole_batch(run)
+    batch = draw_whole_batch(run)
     model.forward_backward(*batch)
     sent = {"forward": 0, "backward": 0}
 
@@ -280,7 +279,7 @@ def test_a_pipeline_sends_the_predicted_bytes_over_each_boundary_in_each_directi
     plan = accounting.Plan(pipeline=2, microbatches=4, schedule="gpipe")
     sent = {"batch": ROWS, "seq": CONTEXT, **SINGLE_PRECISION}
     stages = [accounting.communication(MODEL, plan, stage=stage, **sent) for stage in (0, 1)]
-    first, last = measured_bytes("pipeline", 2)
+    first, last = get_measured_bytes("pipeline", 2)
     forward = stages[0]["activations to the next stage"].payload
     assert first == {"forward": forward, "backward": 0}
     assert last == {"forward": 0, "backward": stages[1]["gradients to the previous stage"].payload}

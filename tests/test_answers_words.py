@@ -3,9 +3,9 @@
 import itertools
 
 import pytest
-from workspace import script
+from workspace import import_script
 
-COMPUTED = script("computed")
+COMPUTED = import_script("computed")
 row = COMPUTED.row
 rows = COMPUTED.rows
 result = COMPUTED.result
@@ -20,30 +20,30 @@ POLICIES = {
 }
 
 
-def kernels(context, phase):
+def find_kernel_row(context, phase):
     return row("kernels", context=context, phase=phase)
 
 
-def warm_up(process, warmup, batch=4):
+def find_warmup_row(process, warmup, batch=4):
     return row("warmup", process=process, warmup=warmup, batch=batch)
 
 
-def attention(seq, kernel, which, width=16):
+def find_attention_row(seq, kernel, which, width=16):
     return row("attention_time", seq=seq, head_dim=width, **{"pass": which})[f"{kernel}_ms"]
 
 
-def half(size, phase):
+def compute_bfloat16_speedup(size, phase):
     """Return how many times as fast a phase is in bfloat16 as in float32."""
     full, less = (row("precision", size=size, dtype=dtype) for dtype in ("fp32", "bf16"))
     return full[f"{phase}_mean_ms"] / less[f"{phase}_mean_ms"]
 
 
-def two_hosts(design, column="step_ms"):
+def find_two_hosts_figure(design, column="step_ms"):
     measured = result("ddp", "two-hosts", case="step", workload="transformer", design=design)
     return measured[column]
 
 
-def all_reduce(world, size, algorithm="auto"):
+def find_all_reduce_row(world, size, algorithm="auto"):
     measured = result(
         "collectives",
         "one-host",
@@ -55,36 +55,36 @@ def all_reduce(world, size, algorithm="auto"):
     return measured["busbw_gbps"]
 
 
-def bits(count, column):
+def find_bits_figure(count, column):
     return row("digits", case="bits", bits=count)[column]
 
 
-def rows_of_policies(case):
+def list_policy_rows(case):
     """Return the rows of one case of paramserver, in the order of the page."""
     return [result("paramserver", "measured", case=case, kind=kind) for kind in POLICIES[case]]
 
 
-def compressed(method, column):
+def find_compressed_figure(method, column):
     return result("llmsys-suite", "measured", case="compress", method=method)[column]
 
 
-def optimum(fit, compute):
+def find_optimum(fit, compute):
     return row("isoflop", fit=fit, compute=compute)["parameters"]
 
 
-def sharded(name, column):
+def find_sharded_figure(name, column):
     return result("zero", "two-hosts", case="step", name=name)[column]
 
 
-def rates(optimizer, steps, noise, task="linear"):
+def find_rates(optimizer, steps, noise, task="linear"):
     return row("rates", task=task, optimizer=optimizer, steps=steps, label_noise=noise)
 
 
-def gpu_step(size):
+def find_gpu_step(size):
     return result("llmsys-suite", "gpu_steps", case="step", size=size)["step_p50_ms"]
 
 
-def gpu_rate(which):
+def find_gpu_rate(which):
     measured = result(
         "flashattn2",
         "gpu",
@@ -99,21 +99,21 @@ def gpu_rate(which):
     return measured["tflops"]
 
 
-def lowest(task, optimizer, batch):
+def find_best_rate(task, optimizer, batch):
     """Return the rate of a curve that has the least loss."""
     curve = row("rate_curves", task=task, optimizer=optimizer, batch=batch)["curve"]
     return min(curve, key=lambda point: point[1])[0]
 
 
-def swept(workload):
+def find_sweep(workload):
     return [row for row in RESULTS if (row["case"], row["workload"]) == ("sweep", workload)]
 
 
-def least(workload, column):
-    return min(swept(workload), key=lambda entry: entry[column])["design"]
+def find_least(workload, column):
+    return min(find_sweep(workload), key=lambda entry: entry[column])["design"]
 
 
-RESULTS = script("measure").newest("ddp", "two-hosts")["rows"]
+RESULTS = import_script("measure").find_newest("ddp", "two-hosts")["rows"]
 PREDICTED = result("ddp", "two-hosts", case="prediction", workload="transformer")["predicted_mb"]
 STEP = row("layers", context=512)["drawn"]["training"]
 SIZES = [entry for entry in rows("sizes") if "backward_mean_ms" in entry]
@@ -126,32 +126,48 @@ SENTENCES = {
         1.5 < entry["backward_mean_ms"] / entry["forward_mean_ms"] < 3 for entry in SIZES
     ),
     "a cold process: one step of warm-up takes most of the deviation away": lambda: (
-        warm_up("cold", 1)["forward_std_ms"]
-        < (warm_up("cold", 0)["forward_std_ms"] + warm_up("cold", 5)["forward_std_ms"]) / 2
+        find_warmup_row("cold", 1)["forward_std_ms"]
+        < (
+            find_warmup_row("cold", 0)["forward_std_ms"]
+            + find_warmup_row("cold", 5)["forward_std_ms"]
+        )
+        / 2
     ),
     "a warm one: steps of warm-up make no difference beyond the deviation": lambda: (
-        abs(warm_up("warm", 0)["forward_mean_ms"] - warm_up("warm", 5)["forward_mean_ms"])
-        < warm_up("warm", 0)["forward_std_ms"] + warm_up("warm", 5)["forward_std_ms"]
+        abs(
+            find_warmup_row("warm", 0)["forward_mean_ms"]
+            - find_warmup_row("warm", 5)["forward_mean_ms"]
+        )
+        < find_warmup_row("warm", 0)["forward_std_ms"]
+        + find_warmup_row("warm", 5)["forward_std_ms"]
     ),
     "a batch of 32 does not hide it": lambda: (
-        warm_up("cold", 0, 32)["forward_std_ms"] > 2 * warm_up("cold", 1, 32)["forward_std_ms"]
+        find_warmup_row("cold", 0, 32)["forward_std_ms"]
+        > 2 * find_warmup_row("cold", 1, 32)["forward_std_ms"]
     ),
     "the same top operator forward and backward": lambda: all(
         entry["top_operators"].startswith("mm x ")
         for entry in rows("kernels")
         if entry["phase"] != "optimizer"
     ),
-    "an optimizer has no products": lambda: kernels(128, "optimizer")["matrix_products"] == 0,
+    "an optimizer has no products": lambda: (
+        find_kernel_row(128, "optimizer")["matrix_products"] == 0
+    ),
     "softmax takes much time for its operations": lambda: (
-        kernels(1024, "forward")["softmax"] > 0.1 * kernels(1024, "forward")["attention_products"]
+        find_kernel_row(1024, "forward")["softmax"]
+        > 0.1 * find_kernel_row(1024, "forward")["attention_products"]
     ),
     "the optimizer takes longer where memory is returned, at a short context": lambda: (
         row("allocator", context=128, memory="returned")["optimizer_ms"]
         > 1.3 * row("allocator", context=128, memory="kept")["optimizer_ms"]
     ),
     "half precision pays, and more for the larger model": lambda: (
-        1 < half("tiny", "forward") < half("small", "forward")
-        and 1 < half("tiny", "backward") < half("small", "backward")
+        1
+        < compute_bfloat16_speedup("tiny", "forward")
+        < compute_bfloat16_speedup("small", "forward")
+        and 1
+        < compute_bfloat16_speedup("tiny", "backward")
+        < compute_bfloat16_speedup("small", "backward")
     ),
     "fp16 does not pay on this processor": lambda: (
         row("precision", size="small", dtype="fp16")["forward_mean_ms"]
@@ -178,18 +194,18 @@ SENTENCES = {
         for entry in rows("mixed_memory")
     ),
     "the rate with the least loss grows with the batch, with Adam less than with SGD": lambda: (
-        lowest("linear", "sgd", 64) / lowest("linear", "sgd", 1)
-        > lowest("linear", "adam", 64) / lowest("linear", "adam", 1)
+        find_best_rate("linear", "sgd", 64) / find_best_rate("linear", "sgd", 1)
+        > find_best_rate("linear", "adam", 64) / find_best_rate("linear", "adam", 1)
         > 1
-        and lowest("mlp", "sgd", 64) / lowest("mlp", "sgd", 1)
-        > lowest("mlp", "adam", 64) / lowest("mlp", "adam", 1)
+        and find_best_rate("mlp", "sgd", 64) / find_best_rate("mlp", "sgd", 1)
+        > find_best_rate("mlp", "adam", 64) / find_best_rate("mlp", "adam", 1)
         > 1
     ),
     "predictions for a GPU start from the steps and rates of the tables beside them": lambda: (
-        gpu_step("small") == NEAR(63.3, abs=0.05)
-        and gpu_step("medium") == NEAR(137.8, abs=0.05)
-        and gpu_rate("forward") == NEAR(397, abs=0.5)
-        and gpu_rate("backward") == NEAR(329, abs=0.5)
+        find_gpu_step("small") == NEAR(63.3, abs=0.05)
+        and find_gpu_step("medium") == NEAR(137.8, abs=0.05)
+        and find_gpu_rate("forward") == NEAR(397, abs=0.5)
+        and find_gpu_rate("backward") == NEAR(329, abs=0.5)
     ),
     "memory climbs, falls, and is flat in the optimizer": lambda: (
         max(STEP, key=lambda point: point[1])
@@ -208,14 +224,17 @@ SENTENCES = {
         if entry["seq"] >= 4096
     ),
     "compiling: at 256 and 512 tokens the forward pass only pays": lambda: all(
-        attention(seq, "compiled", "forward", width) > attention(seq, "plain", "forward", width)
+        find_attention_row(seq, "compiled", "forward", width)
+        > find_attention_row(seq, "plain", "forward", width)
         for seq in (256, 512)
         for width in (16, 128)
     ),
     "compiling: from 1,024 on both passes gain, the backward pass more": lambda: all(
         0
-        < attention(seq, "plain", "forward", width) - attention(seq, "compiled", "forward", width)
-        < attention(seq, "plain", "backward", width) - attention(seq, "compiled", "backward", width)
+        < find_attention_row(seq, "plain", "forward", width)
+        - find_attention_row(seq, "compiled", "forward", width)
+        < find_attention_row(seq, "plain", "backward", width)
+        - find_attention_row(seq, "compiled", "backward", width)
         for seq in (1024, 2048, 4096)
         for width in (16, 128)
     ),
@@ -231,27 +250,35 @@ SENTENCES = {
         )
     ),
     "more processes cost the larger share where messages are short": lambda: all(
-        all_reduce(2, 1024, algorithm) / all_reduce(6, 1024, algorithm)
-        > all_reduce(2, 104857600, algorithm) / all_reduce(6, 104857600, algorithm)
+        find_all_reduce_row(2, 1024, algorithm) / find_all_reduce_row(6, 1024, algorithm)
+        > find_all_reduce_row(2, 104857600, algorithm)
+        / find_all_reduce_row(6, 104857600, algorithm)
         for algorithm in ("auto", "gloo")
     ),
     "flat gains nothing to speak of over naive": lambda: (
-        two_hosts("flat") == NEAR(two_hosts("naive"), rel=0.1)
+        find_two_hosts_figure("flat") == NEAR(find_two_hosts_figure("naive"), rel=0.1)
     ),
     "overlap beats flat, and buckets beat single parameters": lambda: (
-        two_hosts("10 MB") < two_hosts("overlapped") < two_hosts("flat")
+        find_two_hosts_figure("10 MB")
+        < find_two_hosts_figure("overlapped")
+        < find_two_hosts_figure("flat")
     ),
     "the largest buckets are the worst of the overlapped ones": lambda: (
-        max(two_hosts("100 MB"), two_hosts("1000 MB"))
-        > max(two_hosts("1 MB"), two_hosts("10 MB"), two_hosts("overlapped"))
+        max(find_two_hosts_figure("100 MB"), find_two_hosts_figure("1000 MB"))
+        > max(
+            find_two_hosts_figure("1 MB"),
+            find_two_hosts_figure("10 MB"),
+            find_two_hosts_figure("overlapped"),
+        )
     ),
     "10 MB is the fastest bucket on that link": lambda: (
-        two_hosts("10 MB") == min(two_hosts(f"{size} MB") for size in ("1", "10", "25", "100"))
+        find_two_hosts_figure("10 MB")
+        == min(find_two_hosts_figure(f"{size} MB") for size in ("1", "10", "25", "100"))
     ),
     "the overhead's least is where it is predicted if the backward pass is long": lambda: (
-        least("transformer", "model_ms") != least("transformer", "after_backward_ms")
-        and least("busy_transformer", "model_ms")
-        == least("busy_transformer", "after_backward_ms")
+        find_least("transformer", "model_ms") != find_least("transformer", "after_backward_ms")
+        and find_least("busy_transformer", "model_ms")
+        == find_least("busy_transformer", "after_backward_ms")
         == f"{PREDICTED} MB"
     ),
     "the shortest step of the busy model is not at the predicted bucket": lambda: (
@@ -267,54 +294,62 @@ SENTENCES = {
         and PROMPTS[1]["loss_of_4_seen"] < PROMPTS[0]["loss_of_4_seen"]
     ),
     "with label noise Adam's rate falls again, after 20 steps and after 100": lambda: all(
-        max(rates("adam", steps, 8.0)[f"batch_{2**k}"] for k in range(9))
-        > 1.2 * rates("adam", steps, 8.0)["batch_256"]
+        max(find_rates("adam", steps, 8.0)[f"batch_{2**k}"] for k in range(9))
+        > 1.2 * find_rates("adam", steps, 8.0)["batch_256"]
         for steps in (20, 100)
     ),
     "without it none that lasts": lambda: (
-        rates("adam", 100, 0.0)["batch_256"]
-        == max(rates("adam", 100, 0.0)[f"batch_{2**k}"] for k in range(9))
+        find_rates("adam", 100, 0.0)["batch_256"]
+        == max(find_rates("adam", 100, 0.0)[f"batch_{2**k}"] for k in range(9))
     ),
     "with label noise every rate of SGD is lower": lambda: all(
-        rates("sgd", 10, 8.0)[f"batch_{2**k}"] < rates("sgd", 10, 0.0)[f"batch_{2**k}"]
+        find_rates("sgd", 10, 8.0)[f"batch_{2**k}"] < find_rates("sgd", 10, 0.0)[f"batch_{2**k}"]
         for k in range(9)
     ),
     "layers lie between a flat distribution and a normal one": lambda: all(
         0.289 < entry["within_half_std"] < 0.383 for entry in rows("digits", case="histogram")
     ),
     "the best run of each budget is off by a third at 1e24, and its sizes fall once": lambda: (
-        optimum("best run of each", 1e24) / optimum("a parabola each", 1e24)
+        find_optimum("best run of each", 1e24) / find_optimum("a parabola each", 1e24)
         == NEAR(2 / 3, abs=0.05)
-        and optimum("best run", 6e20) > optimum("best run", 1e21)
-        and optimum("the same, with an offset", 1e24) < optimum("best run of each", 1e24)
+        and find_optimum("best run", 6e20) > find_optimum("best run", 1e21)
+        and find_optimum("the same, with an offset", 1e24) < find_optimum("best run of each", 1e24)
     ),
     "stages 1 and 2 cost no time over data parallelism, stage 3 some": lambda: (
-        sharded("stage1", "time_ms") == NEAR(sharded("ddp", "time_ms"), rel=0.05)
-        and sharded("stage2", "time_ms") == NEAR(sharded("ddp", "time_ms"), rel=0.05)
-        and sharded("stage3", "time_ms") > 1.05 * sharded("ddp", "time_ms")
-        and sharded("stage3", "sent_over_parameters") < 1.51
+        find_sharded_figure("stage1", "time_ms")
+        == NEAR(find_sharded_figure("ddp", "time_ms"), rel=0.05)
+        and find_sharded_figure("stage2", "time_ms")
+        == NEAR(find_sharded_figure("ddp", "time_ms"), rel=0.05)
+        and find_sharded_figure("stage3", "time_ms") > 1.05 * find_sharded_figure("ddp", "time_ms")
+        and find_sharded_figure("stage3", "sent_over_parameters") < 1.51
     ),
     "SGD has no surge, with noise or without": lambda: all(
-        rates("sgd", 10, noise)[f"batch_{2**k}"] < rates("sgd", 10, noise)[f"batch_{2 ** (k + 1)}"]
+        find_rates("sgd", 10, noise)[f"batch_{2**k}"]
+        < find_rates("sgd", 10, noise)[f"batch_{2 ** (k + 1)}"]
         for noise in (0.0, 8.0)
         for k in range(8)
     ),
     "k-means errs less at every width": lambda: all(
-        bits(count, "kmeans_error") < bits(count, "linear_error") for count in (8, 6, 4, 3, 2)
+        find_bits_figure(count, "kmeans_error") < find_bits_figure(count, "linear_error")
+        for count in (8, 6, 4, 3, 2)
     ),
     "k-means is the smaller at 4 bits and below, the larger from 6 on": lambda: all(
-        (bits(count, "kmeans_bytes") < bits(count, "linear_bytes")) == (count <= 4)
+        (find_bits_figure(count, "kmeans_bytes") < find_bits_figure(count, "linear_bytes"))
+        == (count <= 4)
         for count in (8, 6, 4, 3, 2)
     ),
     "no image is lost by k-means down to 2 bits, by linear down to 3": lambda: all(
-        bits(count, f"{kind}_accuracy") >= bits(8, f"{kind}_accuracy")
+        find_bits_figure(count, f"{kind}_accuracy") >= find_bits_figure(8, f"{kind}_accuracy")
         for kind, widths in (("kmeans", (6, 4, 3, 2)), ("linear", (6, 4, 3)))
         for count in widths
     ),
     "palettes and grids are no faster, integer products are": lambda: (
-        max(compressed(method, "speedup_p50") for method in ("k-means, 4 bits", "linear, 4 bits"))
+        max(
+            find_compressed_figure(method, "speedup_p50")
+            for method in ("k-means, 4 bits", "linear, 4 bits")
+        )
         < 1.1
-        and compressed("8 bits, activations too", "speedup_p50") > 1.2
+        and find_compressed_figure("8 bits, activations too", "speedup_p50") > 1.2
     ),
 }
 
@@ -325,14 +360,14 @@ def test_rows_agree_with_the_sentence(sentence):
 
 
 def test_bounded_waiting_is_faster_with_one_slow_worker():
-    bulk, stale, free = rows_of_policies("target")
+    bulk, stale, free = list_policy_rows("target")
     assert stale["over_bulk_p50"] < stale["last_over_bulk_p50"] < 1
     assert free["over_bulk_p50"] < free["last_over_bulk_p50"] < 1
     assert bulk["over_bulk_p50"] == 1
 
 
 def test_fewer_exchanges_compute_more_on_a_slow_link_at_nearly_the_same_loss():
-    parallel, diloco, streaming = rows_of_policies("link")
+    parallel, diloco, streaming = list_policy_rows("link")
     shares = [row["computing_share"] for row in (parallel, diloco, streaming)]
     assert shares == sorted(shares)
     sent = [row["sent_bytes_a_step"] for row in (parallel, diloco, streaming)]

@@ -4,9 +4,9 @@ import importlib
 
 import pytest
 import torch.distributed as dist
-from workspace import PACKAGES, module, script
+from workspace import PACKAGES, get_module_name, import_script
 
-API_EXAMPLES = script("api_examples")
+API_EXAMPLES = import_script("api_examples")
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def no_process_group():
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_public_name_has_an_example_in_order(package):
-    public = importlib.import_module(module(package)).__all__
-    examples = API_EXAMPLES.examples(package)
+    public = importlib.import_module(get_module_name(package)).__all__
+    examples = API_EXAMPLES.read_examples(package)
     assert list(examples) == list(public)
     for name, text in examples.items():
         sentence = text.partition("\n")[0]

@@ -18,13 +18,13 @@ from llmsys_suite.cli import app
 from llmsys_suite.config import STAGES
 from torch.distributed.run import get_args_parser
 from typer.exceptions import TyperException
-from workspace import PACKAGES, ROOT, folder
+from workspace import PACKAGES, ROOT, get_folder
 
 # The changelog also names what was removed.
 PAGES = [
     ROOT / "README.md",
     *sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "changelog.md"}),
-    *(page for package in PACKAGES for page in sorted(folder(package).glob("*.md"))),
+    *(page for package in PACKAGES for page in sorted(get_folder(package).glob("*.md"))),
 ]
 PROGRAMS = ("accounting", "llmsys", "make", "pip", "pytest", "python", "torchrun", "uv")
 SHELLS = ("", "bash", "console", "sh")
@@ -34,7 +34,7 @@ WITH_SUBCOMMANDS = ("accounting", "paramserver", "scaling")
 OPTION = re.compile(r"(?<![\w-])--?[a-zA-Z][\w-]*")
 
 
-def commands(page):
+def list_commands(page):
     """Return the commands in the code of a page, each as a list of words."""
     text = re.sub(r"\\\n\s*", "", page.read_text())
     fences = re.findall(r"^```(\S*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
@@ -109,20 +109,20 @@ def check_module(module, arguments, page):
         return
     assert importlib.util.find_spec(module), module
     verb = arguments[:1] if module in WITH_SUBCOMMANDS and arguments[0].islower() else []
-    check_options(arguments, help_of(module, *verb))
+    check_options(arguments, list_help_options(module, *verb))
 
 
 def check_script(arguments, page):
     file, *arguments = arguments
     path = ROOT / file
     assert path.is_file(), file
-    if options(arguments):
-        check_options(arguments, help_of(str(path)))
+    if list_options(arguments):
+        check_options(arguments, list_help_options(str(path)))
 
 
 def check_torchrun(arguments, page):
     parser = get_args_parser()
-    if options(arguments) == {*arguments}:  # a sentence names an option
+    if list_options(arguments) == {*arguments}:  # a sentence names an option
         check_options(arguments, {*parser._option_string_actions})
         return
     parsed = parser.parse_args(arguments)
@@ -143,24 +143,24 @@ def check_llmsys(arguments, page):
     if arguments:  # otherwise a sentence may name the command without its arguments
         known.make_context("llmsys", [*arguments])
     if verb == "run":
-        stages = [word for word in arguments[: first_option(arguments)] if word.islower()]
+        stages = [word for word in arguments[: find_first_option(arguments)] if word.islower()]
         assert set(stages) <= {*STAGES, "audit", "report"}
 
 
-def first_option(arguments):
+def find_first_option(arguments):
     return next((i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments))
 
 
-def options(arguments):
+def list_options(arguments):
     return {word.partition("=")[0] for word in arguments if OPTION.match(word)}
 
 
 def check_options(arguments, known):
-    assert options(arguments) <= known, sorted(options(arguments) - known)
+    assert list_options(arguments) <= known, sorted(list_options(arguments) - known)
 
 
 @cache
-def help_of(program, *verb):
+def list_help_options(program, *verb):
     """Return all options in the help of a module or of a script, for a subcommand if any."""
     printed = io.StringIO()
     before = sys.argv, sys.path[:]
@@ -195,7 +195,7 @@ CHECKS = {
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_of_a_page_name_things_that_exist(page):
-    for words in commands(page):
+    for words in list_commands(page):
         check(words, page)
 
 
@@ -217,7 +217,7 @@ def test_names_that_were_removed_since_a_measurement_are_explained(page):
 
 
 def test_commands_are_found_in_blocks_and_in_sentences():
-    lines = [shlex.join(words) for page in PAGES for words in commands(page)]
+    lines = [shlex.join(words) for page in PAGES for words in list_commands(page)]
     assert len(lines) > 100
     assert "make run" in lines
     assert "python -m ddp.bench --runs 5" in " ".join(lines)

@@ -11,13 +11,13 @@ from worker_pool import run_ranks
 MIB = 2**20
 
 
-def suite_rows() -> list[dict]:
+def run_suite_bench() -> list[dict]:
     return bench(quick=True, model="suite_workloads:small", designs="25 MB", rounds=1)
 
 
 @pytest.mark.exhaustive
 def test_the_suites_small_is_benched_by_its_name() -> None:
-    (first,) = run_ranks(suite_rows, 1, timeout=300)
+    (first,) = run_ranks(run_suite_bench, 1, timeout=300)
     (step,) = (row for row in first if row["case"] == "step")
     # 12 layers of 4 d^2 + 3 d f and two norms, a norm, an embedding and a head.
     d, f = 768, 3072

@@ -11,24 +11,24 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from workspace import PACKAGES, ROOT, folder, script, source
-from workspace import module as package_module
+from workspace import PACKAGES, ROOT, get_folder, get_source_folder, import_script
+from workspace import get_module_name as package_module
 
 DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
     *sorted(DOCS.glob("*.md")),
-    *(folder(p) / "README.md" for p in PACKAGES),
+    *(get_folder(p) / "README.md" for p in PACKAGES),
 ]
-COMPUTED = script("computed")
+COMPUTED = import_script("computed")
 WRITTEN = sorted(COMPUTED.PAGES)
 
 
-def named(page):
+def find_names(page):
     return str(page.relative_to(ROOT))
 
 
-def blocks(page, language):
+def list_blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
@@ -45,7 +45,7 @@ def at_the_root():
 @pytest.mark.usefixtures("at_the_root")
 @pytest.mark.parametrize("name", WRITTEN)
 def test_page_equals_the_output_of_its_calls(name):
-    assert (DOCS / name).read_text() == COMPUTED.page(name)
+    assert (DOCS / name).read_text() == COMPUTED.compute_page(name)
 
 
 @pytest.mark.fixed_seed("pages quote values of one seed")
@@ -53,11 +53,11 @@ def test_page_equals_the_output_of_its_calls(name):
 @pytest.mark.parametrize("name", WRITTEN)
 def test_every_call_on_a_page_returns_the_value_beside_it(name):
     # Each section alone, as by a reader who has only it and a Python prompt.
-    calls = sum(map(typed_calls, COMPUTED.sections((DOCS / name).read_text())))
+    calls = sum(map(check_typed_calls, COMPUTED.split_sections((DOCS / name).read_text())))
     assert calls >= {"answers.md": 240, "numerics.md": 5, "choosing.md": 8}.get(name, 0)
 
 
-def typed_calls(section):
+def check_typed_calls(section):
     """Execute the calls of a section, compare each with its value, and return their number."""
     typed = {}
     heads = []
@@ -75,31 +75,31 @@ def typed_calls(section):
             elif "call" in heads and "---" not in line:
                 value = cells[heads.index("answer") if "answer" in heads else 1]
                 call = cells[heads.index("call")].strip("`")
-                got = COMPUTED.shown(eval(call, typed))
+                got = COMPUTED.format_value(eval(call, typed))
                 # A unit may follow the number.
                 assert re.match(rf"{re.escape(got)}(\.0+)?(?![\d.,])", value), (call, got, value)
                 calls += 1
             elif heads[-1].startswith("`") and "---" not in line:
                 for head, value in zip(heads[1:], cells[1:], strict=True):
                     got = eval(head.strip("`"), typed | {"name": cells[0]})
-                    assert COMPUTED.shown(got) == value, (head, cells[0])
+                    assert COMPUTED.format_value(got) == value, (head, cells[0])
                     calls += 1
     return calls
 
 
 def test_the_readme_quotes_the_newest_run():
     text = (ROOT / "README.md").read_text()
-    assert text == COMPUTED.readme()
+    assert text == COMPUTED.compute_readme()
     assert "| torch DDP |" in text
 
 
 def test_figures_without_a_check_are_those_of_the_report():
-    assert (ROOT / "docs" / "benchmarking.md").read_text() == COMPUTED.benchmarking()
+    assert (ROOT / "docs" / "benchmarking.md").read_text() == COMPUTED.compute_benchmarking()
 
 
 def test_pictures_are_drawn_from_their_rows():
     pictures = DOCS / "answers" / "pictures"
-    drawings = COMPUTED.drawings()
+    drawings = COMPUTED.draw_pictures()
     assert {path.name for path in pictures.glob("*.svg")} == set(drawings)
     for name, drawing in drawings.items():
         assert (pictures / name).read_text() == drawing, name
@@ -114,32 +114,32 @@ def test_every_test_that_pages_cite_exists():
     ]
     assert len(cited) > 25
     for package, file, name in cited:
-        text = (folder(package) / "tests" / f"{file}.py").read_text()
+        text = (get_folder(package) / "tests" / f"{file}.py").read_text()
         assert not name or f"def {name}(" in text, (package, file, name)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_test_that_a_page_of_a_package_cites_exists(package):
-    for page in folder(package).glob("*.md"):
+    for page in get_folder(package).glob("*.md"):
         cited = re.findall(r"`(?:tests/)?(test_\w+)\.py(?:::(test_\w+))?`", page.read_text())
         for file, name in cited:
-            text = (folder(package) / "tests" / f"{file}.py").read_text()
+            text = (get_folder(package) / "tests" / f"{file}.py").read_text()
             assert not name or f"def {name}(" in text, (page, file, name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=find_names)
 def test_links_have_a_target(page):
     for target, heading in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
         reached = page.parent / target if target else page
         assert reached.exists(), target
         if heading:
             headings = re.findall(r"^#+ (.*)$", reached.read_text(), re.MULTILINE)
-            assert heading in map(COMPUTED.anchor, headings), f"{target}#{heading}"
+            assert heading in map(COMPUTED.get_anchor, headings), f"{target}#{heading}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=find_names)
 def test_python_on_a_page_is_python(page):
-    for block in blocks(page, "python"):
+    for block in list_blocks(page, "python"):
         ast.parse(block)
 
 
@@ -150,10 +150,10 @@ def test_the_reading_order_names_files_that_exist_and_begins_with_the_plain_ones
     for package in PACKAGES:
         mine = [file for file in listed if f"/packages/{package}/" in file]
         assert len(mine) >= 3, package
-        assert (DOCS / mine[0]).resolve() == source(package) / "plain.py"
+        assert (DOCS / mine[0]).resolve() == get_source_folder(package) / "plain.py"
 
 
-def commands(page):
+def list_commands(page):
     for block in re.findall(r"```console\n(.*?)```", page.read_text(), re.DOTALL):
         yield from block.strip().splitlines()
 
@@ -161,7 +161,7 @@ def commands(page):
 def test_every_make_target_that_the_readme_names_does_something():
     targets = {
         target
-        for line in commands(ROOT / "README.md")
+        for line in list_commands(ROOT / "README.md")
         for target in re.findall(r"^make ([a-z -]+?)(?: [A-Z]+=.*)?$", line)
         for target in target.split()
     }
@@ -180,7 +180,9 @@ def test_the_readme_names_the_packages_that_have_cuda_tests():
     assert set(re.findall(r"`(\w+)`", sentence)) == {
         package
         for package in PACKAGES
-        if any("mark.gpu" in file.read_text() for file in folder(package).glob("tests/test_*.py"))
+        if any(
+            "mark.gpu" in file.read_text() for file in get_folder(package).glob("tests/test_*.py")
+        )
     }
 
 
@@ -201,7 +203,7 @@ def test_help_lists_every_target():
 
 
 def test_the_readme_s_uv_commands_run_as_written():
-    lines = [line for line in commands(ROOT / "README.md") if line.startswith("uv run")]
+    lines = [line for line in list_commands(ROOT / "README.md") if line.startswith("uv run")]
     assert "uv run llmsys doctor" in lines
     for line in lines:
         if line != "uv run llmsys run":  # tests/test_end_to_end.py does that one
@@ -223,7 +225,7 @@ def test_each_name_of_a_walk_occurs_in_a_linked_file_of_its_package():
         files = [DOCS / target for target in re.findall(r"\]\(([^)]+\.py)\)", walk)]
         assert len(files) >= 3, package
         sources = "\n".join(path.read_text() for path in files)
-        public = (source(package) / "__init__.py").read_text()
+        public = (get_source_folder(package) / "__init__.py").read_text()
         for name in re.findall(r"`([A-Za-z_.]+)`", walk):
             word = name.split(".")[-1]
             if name not in ("config.json",):
@@ -246,22 +248,22 @@ def test_the_last_name_before_a_link_of_a_walk_is_defined_in_the_linked_file():
 
 
 def test_the_readme_s_three_lines_run():
-    (block,) = blocks(ROOT / "README.md", "python")
+    (block,) = list_blocks(ROOT / "README.md", "python")
     exec(compile(block, "README.md", "exec"), {})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=find_names)
 def test_shell_scripts_on_a_page_parse(page):
-    for block in blocks(page, "bash"):
+    for block in list_blocks(page, "bash"):
         done = subprocess.run(["bash", "-n"], input=block, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr
 
 
 def test_site_has_every_page_and_no_broken_link(tmp_path):
-    website = script("website")
-    website.stage(tmp_path)  # an unknown target is an error
+    website = import_script("website")
+    website.stage_pages(tmp_path)  # an unknown target is an error
     for page in PAGES:
-        assert (tmp_path / website.site_paths()[page]).exists()
+        assert (tmp_path / website.list_site_paths()[page]).exists()
     for staged in tmp_path.rglob("*.md"):
         if "files" in staged.relative_to(tmp_path).parts:
             continue
@@ -270,9 +272,9 @@ def test_site_has_every_page_and_no_broken_link(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=named)
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=find_names)
 def test_commands_for_one_host_run_as_written(page):
-    for line in commands(page):
+    for line in list_commands(page):
         if re.match(r"torchrun (--standalone )?--nproc-per-node 2 packages/", line):
             arguments = line.split()[1:]
             program = [sys.executable, "-m", "torch.distributed.run", *arguments]

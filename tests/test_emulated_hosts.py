@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from emulated_hosts import emulated_hosts, why_not
+from emulated_hosts import emulated_hosts, explain_refusal
 
-REASON = why_not()
+REASON = explain_refusal()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 SCRIPT = Path(__file__).with_name("emulated_hosts.py")

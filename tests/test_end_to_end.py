@@ -22,7 +22,7 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.learning import evaluation
 from llmsys_suite.measure.samples import VARIANT_NAMES
 from llmsys_suite.ranks import launch, worker
-from llmsys_suite.report.tables import build_plan_rows
+from llmsys_suite.report.sections import build_plan_rows
 from llmsys_suite.stages import links, parallel, scale
 from worker_pool import run_ranks
 
@@ -111,7 +111,7 @@ def test_a_whole_run_takes_150_seconds_and_what_was_planned(tmp_path):
     assert_at_most("suite: first line of a run", 2, seconds_to_first_line, "s")
     assert_at_most("suite: a whole run", 150, seconds, "s")
     assert (out / "report.html").stat().st_size <= 1e6
-    assert max(peaks_of(out).values()) <= 1536
+    assert max(read_stage_peaks(out).values()) <= 1536
     folder = RunFolder.open(out)
     ratios = {
         row["figure"]: row["ratio"]
@@ -176,7 +176,7 @@ def test_the_bench_has_a_flat_row_for_every_variant_of_each_case(finished):
     assert all(isinstance(value, (str, int, float)) for row in rows for value in row.values())
 
 
-def peaks_of(out):
+def read_stage_peaks(out):
     """Return the peak memory of the largest process in each stage, in MiB."""
     stages = json.loads((out / "summary.json").read_text())["stages"]
     return {stage: result["peak_process_mib"] for stage, result in stages.items()}
@@ -184,7 +184,7 @@ def peaks_of(out):
 
 def test_no_process_takes_more_than_one_and_a_half_gibibytes(finished):
     out, *_ = finished
-    assert {stage: mib for stage, mib in peaks_of(out).items() if mib > 1536} == {}
+    assert {stage: mib for stage, mib in read_stage_peaks(out).items() if mib > 1536} == {}
 
 
 def test_a_tampered_record_is_red_and_fails(finished):
@@ -254,7 +254,7 @@ def test_bad_input_is_one_line_and_status_2_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def children_of(process):
+def list_children(process):
     done = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(process.pid)],
         capture_output=True,
@@ -293,7 +293,7 @@ def test_an_interrupted_run_keeps_its_samples_and_leaves_no_process(how, tmp_pat
         assert time.monotonic() < deadline, process.communicate()[1]
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.2)
-    workers = children_of(process)
+    workers = list_children(process)
     assert len(workers) == 2
     if how == "ctrl-c":
         process.send_signal(signal.SIGINT)
@@ -310,7 +310,7 @@ def test_an_interrupted_run_keeps_its_samples_and_leaves_no_process(how, tmp_pat
         assert "rank 1 was killed by SIGKILL" in errors
 
 
-def catches_sigterm(pid):
+def is_catching_sigterm(pid):
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.split("SigCgt:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1
 
@@ -329,9 +329,9 @@ def test_an_interrupt_saves_what_was_learned_and_stops(number, world, tmp_path, 
     process = start("learn", *options, "--out", out)
     while "learn ..." not in (line := process.stderr.readline()):
         assert line, process.poll()
-    workers, deadline = children_of(process), time.monotonic() + 120
+    workers, deadline = list_children(process), time.monotonic() + 120
     assert len(workers) == world
-    while not all(map(catches_sigterm, workers)):  # before that there is nothing to save
+    while not all(map(is_catching_sigterm, workers)):  # before that there is nothing to save
         assert time.monotonic() < deadline, "no worker has begun to learn"
         time.sleep(0.1)
     process.send_signal(number)

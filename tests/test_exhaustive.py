@@ -10,7 +10,7 @@ TABLE = tomllib.loads((ROOT / "tests" / "exhaustive.toml").read_text())
 LEFT_OUT = {"exhaustive", "timing", "gpu"}
 
 
-def marks(expression):
+def list_marks(expression):
     """Return the names of the pytest marks that mark a whole test or file."""
     parts = expression.elts if isinstance(expression, ast.List | ast.Tuple) else [expression]
     prefix = "pytest.mark."
@@ -19,27 +19,27 @@ def marks(expression):
 
 
 @cache
-def statements(file):
+def list_statements(file):
     """Return the top-level statements of a file."""
     return ast.parse((ROOT / file).read_text()).body
 
 
 @cache
-def marks_of_tests(file):
+def list_marks_of_tests(file):
     """Return the marks of each test of a file."""
     of_file = set()
-    for node in statements(file):
+    for node in list_statements(file):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
-            of_file = marks(node.value)
+            of_file = list_marks(node.value)
     return {
-        node.name: of_file.union(*map(marks, node.decorator_list))
-        for node in statements(file)
+        node.name: of_file.union(*map(list_marks, node.decorator_list))
+        for node in list_statements(file)
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
 
 
 @cache
-def files_with_mark(name):
+def find_files_with_mark(name):
     """Return the test files that contain `mark.NAME`. Parsing all test files takes seconds."""
     paths = [
         p for folder in ("tests", "packages/*/tests") for p in ROOT.glob(f"{folder}/test_*.py")
@@ -52,14 +52,14 @@ def files_with_mark(name):
 def test_the_table_lists_every_exhaustive_test():
     exhaustive = {
         (file, name)
-        for file in files_with_mark("exhaustive")
-        for name, names_of_marks in marks_of_tests(file).items()
+        for file in find_files_with_mark("exhaustive")
+        for name, names_of_marks in list_marks_of_tests(file).items()
         if "exhaustive" in names_of_marks
     }
     assert exhaustive == {(file, name) for file, rows in TABLE.items() for name in rows}
 
 
-def cases_of(decorator):
+def list_cases(decorator):
     """Return, for each case of a `parametrize` decorator, whether it is exhaustive."""
     is_call = isinstance(decorator, ast.Call)
     if not is_call or ast.unparse(decorator.func) != "pytest.mark.parametrize":
@@ -81,11 +81,11 @@ def has_exhaustive_mark(case):
 def test_some_case_of_a_test_with_exhaustive_cases_runs_in_make_test():
     """Otherwise the whole test is exhaustive, and the table must list it."""
     num_selected = 0
-    for file in files_with_mark("exhaustive"):
-        for node in statements(file):
-            if not isinstance(node, ast.FunctionDef) or node.name not in marks_of_tests(file):
+    for file in find_files_with_mark("exhaustive"):
+        for node in list_statements(file):
+            if not isinstance(node, ast.FunctionDef) or node.name not in list_marks_of_tests(file):
                 continue
-            for cases in filter(None, map(cases_of, node.decorator_list)):
+            for cases in filter(None, map(list_cases, node.decorator_list)):
                 if any(cases):
                     num_selected += 1
                 assert not all(cases) or node.name in TABLE.get(file, {}), f"{file}::{node.name}"
@@ -101,5 +101,5 @@ def test_faster_tests_of_the_table_run_in_make_test():
             assert faster_or_reason, name
             for faster in faster_or_reason:
                 faster_file, _, faster_name = faster.rpartition("::")
-                names_of_marks = marks_of_tests(faster_file or file)[faster_name]
+                names_of_marks = list_marks_of_tests(faster_file or file)[faster_name]
                 assert not names_of_marks & LEFT_OUT, f"{name}: {faster}"

@@ -6,12 +6,12 @@ from functools import cache
 import figures
 import pytest
 from figures import assert_at_least, assert_at_most
-from test_exhaustive import files_with_mark, marks_of_tests, statements
+from test_exhaustive import find_files_with_mark, list_marks_of_tests, list_statements
 
 
 @pytest.fixture(autouse=True)
 def _test_cpu(monkeypatch):
-    monkeypatch.setattr(figures, "cpu_model", lambda: "Test CPU")
+    monkeypatch.setattr(figures, "read_cpu_model", lambda: "Test CPU")
     monkeypatch.setattr(figures, "measured_figures", [])
 
 
@@ -43,9 +43,9 @@ def test_every_figure_is_listed_whether_it_is_reached_or_not():
 
 
 @cache
-def calls_of_functions(file):
+def list_calls_of_functions(file):
     """Return the names of the functions that each function of a file calls directly."""
-    functions = [node for node in statements(file) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in list_statements(file) if isinstance(node, ast.FunctionDef)]
     return {
         function.name: {
             node.func.id
@@ -56,9 +56,9 @@ def calls_of_functions(file):
     }
 
 
-def functions_called(file, name):
+def list_called_functions(file, name):
     """Return the names that a test calls, directly or through functions of its file."""
-    calls = calls_of_functions(file)
+    calls = list_calls_of_functions(file)
     called, waiting = set(), [name]
     while waiting:
         names = calls[waiting.pop()]
@@ -70,9 +70,9 @@ def functions_called(file, name):
 def test_every_timing_test_asserts_figures():
     without = [
         f"{file}::{name}"
-        for file in files_with_mark("timing")
-        for name, marks in marks_of_tests(file).items()
+        for file in find_files_with_mark("timing")
+        for name, marks in list_marks_of_tests(file).items()
         if "timing" in marks
-        and not functions_called(file, name) & {"assert_at_least", "assert_at_most"}
+        and not list_called_functions(file, name) & {"assert_at_least", "assert_at_most"}
     ]
     assert without == []

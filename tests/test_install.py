@@ -17,7 +17,16 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from workspace import LEAVES, PACKAGES, ROOT, SUITE, folder, module, project, source
+from workspace import (
+    LEAVES,
+    PACKAGES,
+    ROOT,
+    SUITE,
+    get_folder,
+    get_module_name,
+    get_source_folder,
+    read_project,
+)
 
 # Reports the file from which each package would be imported, without importing it.
 REPORT = """
@@ -31,7 +40,7 @@ print(json.dumps(found))
 """
 
 
-def external_requirements(package):
+def list_external_requirements(package):
     """Return all distributions from outside that `package` requires, also indirectly."""
     todo = [(package, "")]
     for name, extra in todo:
@@ -46,7 +55,7 @@ def link_requirements(package, folder):
     """Link the external requirements of `package` into a new folder."""
     folder.mkdir()
     site_packages = Path(sysconfig.get_paths()["purelib"])
-    for name in external_requirements(package):
+    for name in list_external_requirements(package):
         for entry in {file.parts[0] for file in metadata.files(name)} - {"..", "__pycache__"}:
             if not (folder / entry).exists():
                 (folder / entry).symlink_to(site_packages / entry)
@@ -68,7 +77,7 @@ def install(tmp_path):
         done = subprocess.run(
             [*pip, "install", "--quiet", address],
             cwd=tmp_path,
-            env=without_python_path(),
+            env=copy_environment_without_python_path(),
             capture_output=True,
             text=True,
             check=False,
@@ -79,7 +88,7 @@ def install(tmp_path):
     return install
 
 
-def without_python_path():
+def copy_environment_without_python_path():
     """Return the environment without PYTHONPATH, which could lead to the sources."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
@@ -91,10 +100,10 @@ def assert_ours(python, packages):
         text=True,
         check=True,
         cwd="/",
-        env=without_python_path(),
+        env=copy_environment_without_python_path(),
     )
     for package, (summary, classifiers, file) in json.loads(done.stdout).items():
-        assert summary == project(package)["description"]
+        assert summary == read_project(package)["description"]
         assert "Private :: Do Not Upload" in classifiers
         assert Path(file).is_relative_to(python.parent.parent)
 
@@ -109,31 +118,31 @@ ALONE = {"tinyml"}
     [pytest.param(p, marks=() if p in ALONE else pytest.mark.exhaustive) for p in LEAVES],
 )
 def test_pip_install_of_a_folder_gives_ours(leaf, install):
-    python = install(leaf, folder(leaf))
+    python = install(leaf, get_folder(leaf))
     assert_ours(python, [leaf])
     # Tables and other data files are part of the wheel.
     installed = next((python.parent.parent / "lib").glob(f"python*/site-packages/{leaf}"))
-    for file in source(leaf).rglob("*"):
+    for file in get_source_folder(leaf).rglob("*"):
         if file.is_file() and "__pycache__" not in file.parts:
-            assert (installed / file.relative_to(source(leaf))).exists(), file
+            assert (installed / file.relative_to(get_source_folder(leaf))).exists(), file
 
 
 def test_requirements_of_the_suite_are_the_folders_of_our_nine():
     requirements = map(Requirement, metadata.requires(SUITE))
     addresses = {need.name: need.url for need in requirements if need.name in LEAVES}
-    assert addresses == {leaf: folder(leaf).as_uri() for leaf in LEAVES}
+    assert addresses == {leaf: get_folder(leaf).as_uri() for leaf in LEAVES}
 
 
 # It builds nine wheels, one after the other.
 @pytest.mark.exhaustive
 def test_pip_install_of_the_suite_brings_our_nine(install):
-    python = install(SUITE, folder(SUITE))
+    python = install(SUITE, get_folder(SUITE))
     assert_ours(python, PACKAGES)
     listed = subprocess.run(
         [python.parent / "llmsys", "list"], capture_output=True, text=True, check=True
     )
     assert "tiny" in listed.stdout
-    imports = f"import {', '.join(map(module, PACKAGES))}"
+    imports = f"import {', '.join(map(get_module_name, PACKAGES))}"
     subprocess.run([python, "-c", imports], check=True, cwd="/")
 
 
@@ -147,5 +156,5 @@ def test_pip_install_from_git_and_a_subdirectory_gives_ours(package, install):
 
 def test_this_environment_runs_the_workspace_itself():
     for package in PACKAGES:
-        spec = importlib.util.find_spec(module(package))
+        spec = importlib.util.find_spec(get_module_name(package))
         assert Path(spec.origin).is_relative_to(ROOT)

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from source_text import comments_of
+from source_text import iter_comments
 from workspace import PACKAGES, ROOT
 
 #: A docstring or comment that opens with one of these words is a fragment without a subject.
@@ -73,7 +73,7 @@ NOT_PROSE = ("#", "|", "![", "<", "@")
 
 
 @cache
-def areas() -> dict[str, list[Path]]:
+def list_areas() -> dict[str, list[Path]]:
     """Return the files of each area: two per package, its tests apart, and those of the root."""
     found = {}
     for package in PACKAGES:
@@ -91,21 +91,21 @@ def areas() -> dict[str, list[Path]]:
     return found
 
 
-def prose(text: str, nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+def iter_prose(text: str, nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield the line and text of each docstring and of each block of comments."""
     for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node)
             if docstring:
                 yield node.body[0].lineno, docstring
-    yield from comments(text)
+    yield from iter_comment_blocks(text)
 
 
-def comments(text: str) -> Iterator[tuple[int, str]]:
+def iter_comment_blocks(text: str) -> Iterator[tuple[int, str]]:
     """Yield each block of comments on consecutive lines of one column, joined to one text."""
     block: list[str] = []
     first = last = column = -1
-    for row, start, comment in comments_of(text):
+    for row, start, comment in iter_comments(text):
         words = comment.lstrip("#: ")
         if block and row == last + 1 and start == column:
             block.append(words)
@@ -118,7 +118,7 @@ def comments(text: str) -> Iterator[tuple[int, str]]:
         yield first, " ".join(block)
 
 
-def names(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+def iter_names(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield the line and name of each function, class, argument and assigned variable."""
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -147,18 +147,18 @@ def is_table(node: ast.stmt) -> bool:
     return isinstance(value, ast.List | ast.Tuple | ast.Dict | ast.Set)
 
 
-def first_line(node: ast.stmt) -> int:
+def get_first_line(node: ast.stmt) -> int:
     """Return the first line of a statement, its decorators included."""
     decorators = getattr(node, "decorator_list", [])
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
-def last_line(node: ast.stmt) -> int:
+def get_last_line(node: ast.stmt) -> int:
     """Return the last line of a statement."""
     return node.end_lineno or node.lineno
 
 
-def misplaced_format_skips(path: Path, text: str, nodes: list[ast.AST]) -> Iterator[int]:
+def iter_misplaced_format_skips(path: Path, text: str, nodes: list[ast.AST]) -> Iterator[int]:
     """Yield lines whose formatting is switched off outside kernels and tables."""
     if {"kernels", "hopper"} & set(path.parts):
         return
@@ -166,13 +166,13 @@ def misplaced_format_skips(path: Path, text: str, nodes: list[ast.AST]) -> Itera
     for row, line in enumerate(text.splitlines(), 1):
         if not FORMAT_SKIP.search(line):
             continue
-        around = [node for node in statements if first_line(node) <= row <= last_line(node)]
+        around = [node for node in statements if get_first_line(node) <= row <= get_last_line(node)]
         innermost = max(around, key=lambda node: node.lineno, default=None)
         if innermost is None or not is_table(innermost):
             yield row
 
 
-def shapes(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+def iter_dense_code(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield code that is dense for its own sake, with the line it stands on."""
     for node in nodes:
         if isinstance(node, ast.IfExp) and (
@@ -196,7 +196,7 @@ def shapes(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
             yield node.lineno, "dispatch by a computed attribute name: use a table of functions"
 
 
-def idioms(text: str) -> Iterator[str]:
+def iter_idioms(text: str) -> Iterator[str]:
     """Yield each idiom in a text, with what to write instead."""
     text = " ".join(text.split())
     for pattern, instead in IDIOMS:
@@ -204,39 +204,39 @@ def idioms(text: str) -> Iterator[str]:
             yield f"{match.group()!r}: write {instead!r}"
 
 
-def findings_in_python(path: Path) -> Iterator[tuple[int, str]]:
+def iter_findings_in_python(path: Path) -> Iterator[tuple[int, str]]:
     """Yield every finding in a Python file."""
     text = path.read_text()
     nodes = list(ast.walk(ast.parse(text)))
-    for row, words in prose(text, nodes):
+    for row, words in iter_prose(text, nodes):
         if FRAGMENT.match(words):
             yield row, f"opens with a fragment: {words[:40]!r}"
-        for idiom in idioms(words):
+        for idiom in iter_idioms(words):
             yield row, idiom
-    for row, name in names(nodes):
+    for row, name in iter_names(nodes):
         if is_filler(name):
             yield row, f"filler name {name!r}"
-    for row in misplaced_format_skips(path, text, nodes):
+    for row in iter_misplaced_format_skips(path, text, nodes):
         yield row, "formatting is switched off outside a kernel signature or a table"
-    yield from shapes(nodes)
+    yield from iter_dense_code(nodes)
 
 
-def findings_in_markdown(path: Path) -> Iterator[tuple[int, str]]:
+def iter_findings_in_markdown(path: Path) -> Iterator[tuple[int, str]]:
     """Yield every idiom and every long sentence in a page, outside of code."""
     text = HTML_COMMENT.sub(lambda match: "\n" * match.group().count("\n"), path.read_text())
-    for row, paragraph in paragraphs(text):
+    for row, paragraph in iter_paragraphs(text):
         plain = LINK.sub(r"\1", INLINE_CODE.sub("code", paragraph))
-        for idiom in idioms(plain):
+        for idiom in iter_idioms(plain):
             yield row, idiom
         if path.name == "changelog.md" or plain.startswith(NOT_PROSE):
             continue
-        for sentence in sentences(plain):
+        for sentence in iter_sentences(plain):
             words = re.findall(r"\S*\w\S*", sentence)
             if len(words) > MAX_WORDS:
                 yield row, f"{len(words)} words in a sentence: {sentence!r}"
 
 
-def sentences(paragraph: str) -> Iterator[str]:
+def iter_sentences(paragraph: str) -> Iterator[str]:
     """Yield the sentences of a paragraph; a colon ends a sentence.
 
     A list of four or more items after a colon is not a sentence.
@@ -249,7 +249,7 @@ def sentences(paragraph: str) -> Iterator[str]:
                 yield part
 
 
-def paragraphs(text: str) -> Iterator[tuple[int, str]]:
+def iter_paragraphs(text: str) -> Iterator[tuple[int, str]]:
     """Yield the first line and text of each paragraph, list item, heading and table row of a page.
 
     Fenced and indented code is left out.
@@ -271,11 +271,11 @@ def paragraphs(text: str) -> Iterator[tuple[int, str]]:
             lines.append(words)
 
 
-def findings(paths: list[Path]) -> list[str]:
+def list_findings(paths: list[Path]) -> list[str]:
     """Return every finding in some files, one line of text per finding."""
     found = []
     for path in paths:
-        check = findings_in_python if path.suffix == ".py" else findings_in_markdown
+        check = iter_findings_in_python if path.suffix == ".py" else iter_findings_in_markdown
         where = path.relative_to(ROOT)
         found += [f"{where}:{row}: {text}" for row, text in sorted(check(path))]
     return found
@@ -290,11 +290,11 @@ def no_garbage_collection():
 
 
 @pytest.mark.usefixtures("no_garbage_collection")
-@pytest.mark.parametrize("area", areas())
+@pytest.mark.parametrize("area", list_areas())
 def test_area_follows_the_style_guide(area):
-    paths = areas()[area]
+    paths = list_areas()[area]
     assert paths, "the area has no files"
-    found = findings(paths)
+    found = list_findings(paths)
     assert not found, "\n".join(found)
 
 
@@ -318,7 +318,7 @@ def test_area_follows_the_style_guide(area):
 def test_each_rule_finds_its_example(tmp_path, code, message):
     path = tmp_path / "example.py"
     path.write_text(code)
-    assert [text for _, text in findings_in_python(path) if message in text]
+    assert [text for _, text in iter_findings_in_python(path) if message in text]
 
 
 LONG = "one " * 12 + "et al. " + "one " * 12 + "words"
@@ -341,7 +341,9 @@ LONG = "one " * 12 + "et al. " + "one " * 12 + "words"
 def test_long_sentence_of_a_page_is_found(tmp_path, page):
     path = tmp_path / "page.md"
     path.write_text(page)
-    assert [text for _, text in findings_in_markdown(path)] == [f"27 words in a sentence: {LONG!r}"]
+    assert [text for _, text in iter_findings_in_markdown(path)] == [
+        f"27 words in a sentence: {LONG!r}"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -362,7 +364,7 @@ def test_long_sentence_of_a_page_is_found(tmp_path, page):
 def test_page_of_short_sentences_has_no_findings(tmp_path, page):
     path = tmp_path / "page.md"
     path.write_text(page)
-    assert not [*findings_in_markdown(path)]
+    assert not [*iter_findings_in_markdown(path)]
 
 
 def test_plain_code_has_no_findings(tmp_path):
@@ -372,12 +374,12 @@ def test_plain_code_has_no_findings(tmp_path):
         "    # A retry would reduce twice.\n    first, second = payload\n    return second, first\n"
         "\n\nROWS = [\n    (1,  2),\n    (10, 20),\n]  # fmt: skip\n"
     )
-    assert not [*findings_in_python(path)]
+    assert not [*iter_findings_in_python(path)]
 
 
 if __name__ == "__main__":
     import sys
 
-    chosen = sys.argv[1:] or [*areas()]
+    chosen = sys.argv[1:] or [*list_areas()]
     for name in chosen:
-        print("\n".join(findings(areas()[name])))
+        print("\n".join(list_findings(list_areas()[name])))

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from workspace import PACKAGES, ROOT, folder, script
+from workspace import PACKAGES, ROOT, get_folder, import_script
 
-measure = script("measure")
+measure = import_script("measure")
 
 
 def test_every_package_says_what_it_measures():
@@ -14,22 +14,24 @@ def test_every_package_says_what_it_measures():
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_measured_section_is_what_the_results_render_to(package):
-    text = (folder(package) / "README.md").read_text()
+    text = (get_folder(package) / "README.md").read_text()
     shown = text.split(measure.BEGIN)[1].split(measure.END)[0]
-    assert shown == measure.quoted(package)
+    assert shown == measure.format_quoted_rows(package)
     assert shown, "the bench has not been run yet: make bench"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_readme_quotes_one_table_of_at_most_eight_rows_and_seven_columns(package):
-    table = [line for line in measure.quoted(package).splitlines() if line.startswith("|")]
+    table = [
+        line for line in measure.format_quoted_rows(package).splitlines() if line.startswith("|")
+    ]
     assert len(table) <= 2 + 8
     assert table[0].count("|") <= 1 + 7
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_page_of_all_rows_is_what_the_results_render_to(package):
-    assert (ROOT / "docs" / "results" / f"{package}.md").read_text() == measure.page(package)
+    assert (ROOT / "docs" / "results" / f"{package}.md").read_text() == measure.format_page(package)
 
 
 def test_pages_quote_other_processors_only_if_there_are_no_results_with_vnni(tmp_path, monkeypatch):
@@ -41,17 +43,17 @@ def test_pages_quote_other_processors_only_if_there_are_no_results_with_vnni(tmp
         (tmp_path / date / "ddp-run.json").write_text(json.dumps({"environment": facts}))
 
     store("2026-01-02", ["avx2"])
-    assert measure.newest("ddp", "run")["environment"]["date"] == "2026-01-02"
+    assert measure.find_newest("ddp", "run")["environment"]["date"] == "2026-01-02"
     store("2026-01-01", ["avx2", "avx512_vnni"])
-    assert measure.newest("ddp", "run")["environment"]["date"] == "2026-01-01"
-    assert len(measure.newest_by_machine("ddp", "run")) == 2
+    assert measure.find_newest("ddp", "run")["environment"]["date"] == "2026-01-01"
+    assert len(measure.find_newest_by_machine("ddp", "run")) == 2
 
 
 def test_readme_of_flashattn2_states_the_speed_on_the_newest_gpu():
     """The table has the smallest and the largest ratio of two lengths, with and without a mask."""
     times = {
         (row["seq"], row["dim"], row["causal"], row["pass"], row["impl"]): row
-        for row in measure.newest("flashattn2", "gpu")["rows"]
+        for row in measure.find_newest("flashattn2", "gpu")["rows"]
         if row["case"] == "train"
     }
 
@@ -81,7 +83,7 @@ def test_readme_of_flashattn2_states_the_speed_on_the_newest_gpu():
 
 
 def test_readme_of_interp_states_why_the_goal_of_composition_is_missed():
-    (row,) = measure.newest("interp", "transformer-lens")["rows"]
+    (row,) = measure.find_newest("interp", "transformer-lens")["rows"]
     products, ours = row["products_ms"], row["ours_ms"]
     readme = " ".join((ROOT / "packages/interp/README.md").read_text().split())
     assert f"take {products:.0f} of its {ours:.0f} ms" in readme

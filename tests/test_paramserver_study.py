@@ -6,12 +6,12 @@ import paramserver_study as study
 import pytest
 from figures import assert_at_least, assert_at_most
 from paramserver.bench import format_table
-from workspace import folder, script
+from workspace import get_folder, import_script
 
 
 def test_a_scale_is_measured_and_drawn(tmp_path):
     scales = [("size", 1, 1, 1), ("workers", 1, 2, 1), ("servers", 1, 1, 2)]
-    rows = [study._scale(*scale, rounds=1) for scale in scales]
+    rows = [study._measure_scale(*scale, rounds=1) for scale in scales]
     assert all(row["push_ms"] > 0 and row["pull_ms"] > 0 for row in rows)
     assert len(format_table(rows).splitlines()) == 1 + 3
     pytest.importorskip("matplotlib", reason="plots need it")
@@ -23,7 +23,7 @@ def test_a_scale_is_measured_and_drawn(tmp_path):
 
 @pytest.mark.exhaustive
 def test_an_exchange_is_measured_beside_what_bounds_it():
-    rows = {row["transport"]: row for row in study.bound_rows(1, 2)}
+    rows = {row["transport"]: row for row in study.measure_bound(1, 2)}
     assert [*rows] == ["shared_memory", "copies", "zeromq", "bare zeromq", "socket", "rpc"]
     assert all(row["push_ms"] > 0 and row["pull_ms"] > 0 for row in rows.values())
     assert rows["rpc"]["rpc_over_this_p50"] == 1
@@ -32,7 +32,7 @@ def test_an_exchange_is_measured_beside_what_bounds_it():
 @pytest.mark.exhaustive
 @pytest.mark.timing
 def test_an_exchange_takes_little_more_than_what_bounds_it():
-    rows = {row["transport"]: row["rpc_over_this_p50"] for row in study.bound_rows(80, 15)}
+    rows = {row["transport"]: row["rpc_over_this_p50"] for row in study.measure_bound(80, 15)}
     # The weaker of two AMD EPYC reached 0.70 of the copies; the goals are 6 and 2.5.
     shared = min(6, 0.7 * rows["copies"])
     assert_at_least("paramserver: RPC over shared memory", shared, rows["shared_memory"])
@@ -45,7 +45,7 @@ def test_an_exchange_takes_little_more_than_what_bounds_it():
 @pytest.mark.timing
 def test_a_journaled_push_takes_as_long_as_a_push_and_an_append():
     pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
-    rows = study.journal_rows(80, 3)
+    rows = study.measure_journal(80, 3)
     ratio, over_parts = (
         statistics.median(row[name] for row in rows) for name in ("over_push", "over_parts")
     )
@@ -53,14 +53,14 @@ def test_a_journaled_push_takes_as_long_as_a_push_and_an_append():
     assert_at_most(figure, 1.2, over_parts)
 
 
-def newest_rows(label):
-    return script("measure").newest("paramserver", label)["rows"]
+def find_newest_rows(label):
+    return import_script("measure").find_newest("paramserver", label)["rows"]
 
 
 def test_readme_states_the_measured_exchanges():
-    rows = {row["transport"]: row for row in newest_rows("measured") if row["case"] == "bound"}
+    rows = {row["transport"]: row for row in find_newest_rows("measured") if row["case"] == "bound"}
     sums = {name: row["push_ms"] + row["pull_ms"] for name, row in rows.items()}
-    text = " ".join((folder("paramserver") / "README.md").read_text().split())
+    text = " ".join((get_folder("paramserver") / "README.md").read_text().split())
     assert (
         f"the copies and the update alone are {rows['copies']['rpc_over_this_p50']:.1f} times"
         in text
@@ -73,20 +73,20 @@ def test_readme_states_the_measured_exchanges():
 
 
 def test_readme_states_the_measured_pushes_with_a_journal():
-    rows = newest_rows("journal")
-    text = " ".join((folder("paramserver") / "README.md").read_text().split())
+    rows = find_newest_rows("journal")
+    text = " ".join((get_folder("paramserver") / "README.md").read_text().split())
     least, most = (bound(row["over_push"] for row in rows) for bound in (min, max))
     assert f"took {least:.1f} to {most:.1f} times as long" in text
 
 
 def test_readme_states_the_measured_bytes_of_diloco():
-    text = " ".join((folder("paramserver") / "README.md").read_text().split())
+    text = " ".join((get_folder("paramserver") / "README.md").read_text().split())
     kind = "DiLoCo, 4 bits, 5 fragments, overlap 5"
-    loss = {row["kind"]: row for row in newest_rows("measured") if row["case"] == "loss"}
+    loss = {row["kind"]: row for row in find_newest_rows("measured") if row["case"] == "loss"}
     assert f"exchanged {loss[kind]['times_fewer_bytes']:.0f} times fewer bytes" in text
     losses = [loss[name]["held_out_loss"] for name in (kind, "data-parallel")]
     assert f"was {losses[0]:.2f} instead of {losses[1]:.2f}" in text
-    (linked,) = (row for row in newest_rows("equal-loss") if row["kind"] == kind)
+    (linked,) = (row for row in find_newest_rows("equal-loss") if row["kind"] == kind)
     assert f"sent {linked['times_fewer_bytes']:.0f} times fewer bytes" in text
     assert f"at {linked['loss_over_data_parallel']:.3f} times the loss" in text
     assert linked["times_fewer_bytes"] >= 20
@@ -96,14 +96,14 @@ def test_readme_states_the_measured_bytes_of_diloco():
 @pytest.mark.exhaustive
 @pytest.mark.timing
 def test_a_bound_lets_four_reach_the_target_before_the_slow_one_would():
-    by_kind = {row["kind"]: row for row in study._target(quick=False)}
+    by_kind = {row["kind"]: row for row in study._measure_time_to_target(quick=False)}
     ratio = by_kind["StaleSynchronous(bound=4)"]["over_bulk_p50"]
     assert_at_most("paramserver: a bound of 4 over bulk-synchronous steps", 0.6, ratio)
 
 
 @pytest.mark.exhaustive
 def test_four_bits_save_400_times_the_bytes_and_cost_one_percent():
-    rows = {row["kind"]: row for row in study.loss_rows("mini", 2000, 3e-3)}
+    rows = {row["kind"]: row for row in study.measure_losses("mini", 2000, 3e-3)}
     streaming = rows["DiLoCo, 4 bits, 5 fragments, overlap 5"]
     assert streaming["loss_over_data_parallel"] <= 1.01
     assert streaming["times_fewer_bytes"] >= 400
@@ -111,10 +111,12 @@ def test_four_bits_save_400_times_the_bytes_and_cost_one_percent():
 
 @pytest.mark.exhaustive
 @pytest.mark.timing
-@pytest.mark.skipif(bool(study.why_not()), reason=study.why_not() or "hosts can be emulated")
+@pytest.mark.skipif(
+    bool(study.explain_refusal()), reason=study.explain_refusal() or "hosts can be emulated"
+)
 def test_workers_compute_95_percent_of_their_time_on_a_link_of_100_mbit():
     steps = {"data-parallel": 15, "DiLoCo, 4 bits, 5 fragments, overlap 5": 150}
-    rows = {row["kind"]: row for row in study.link_rows(steps, "tiny", 3e-3, "100mbit")}
+    rows = {row["kind"]: row for row in study.measure_link(steps, "tiny", 3e-3, "100mbit")}
     figure = "paramserver: computing share on 100 Mbit/s"
     plain = rows["data-parallel"]["computing_share"]
     assert_at_most(f"{figure}, data-parallel", 0.8, plain, "", margin=0)
@@ -123,9 +125,11 @@ def test_workers_compute_95_percent_of_their_time_on_a_link_of_100_mbit():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(bool(study.why_not()), reason=study.why_not() or "hosts can be emulated")
+@pytest.mark.skipif(
+    bool(study.explain_refusal()), reason=study.explain_refusal() or "hosts can be emulated"
+)
 def test_diloco_sends_20_times_fewer_bytes_over_a_link_at_equal_loss():
-    rows = {row["kind"]: row for row in study.equal_loss_rows("mini", 2000, 3e-3, "100mbit")}
+    rows = {row["kind"]: row for row in study.measure_equal_loss("mini", 2000, 3e-3, "100mbit")}
     streaming = rows["DiLoCo, 4 bits, 5 fragments, overlap 5"]
     assert streaming["loss_over_data_parallel"] <= 1.01
     assert streaming["times_fewer_bytes"] >= 20

@@ -5,8 +5,8 @@ import subprocess
 import tomllib
 
 import pytest
-from pins import UV, pins_of
-from workspace import PACKAGES, ROOT, folder
+from pins import UV, list_pins
+from workspace import PACKAGES, ROOT, get_folder
 
 needs_uv = pytest.mark.skipif(not shutil.which(UV), reason="uv is not on the PATH")
 LOCK = ROOT / "uv.lock"
@@ -26,7 +26,7 @@ def test_no_committed_file_names_a_package_index():
 def test_every_package_of_the_resolution_is_pinned_exactly():
     uv = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]
     assert uv["exclude-newer"]
-    assert uv["constraint-dependencies"] == pins_of(tomllib.loads(LOCK.read_text()))
+    assert uv["constraint-dependencies"] == list_pins(tomllib.loads(LOCK.read_text()))
 
 
 @needs_lock
@@ -38,7 +38,7 @@ def test_a_new_resolution_gives_the_same_lock(cache, tmp_path):
         copy = tmp_path / "packages" / package
         copy.mkdir(parents=True)
         for name in ("pyproject.toml", "README.md"):
-            shutil.copy(folder(package) / name, copy)
+            shutil.copy(get_folder(package) / name, copy)
     lock = [UV, "lock", "--quiet"]
     # The cache contains what `uv sync` has read, unless it was cleared since.
     warm = [*lock, "--offline"]

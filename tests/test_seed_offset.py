@@ -43,7 +43,7 @@ def draw_with_offset():
     return draw()
 
 
-def expected_draws(seed):
+def compute_expected_draws(seed):
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     torch.manual_seed(seed)
@@ -59,9 +59,9 @@ def expected_draws(seed):
 
 def test_every_kind_of_seed_is_shifted():
     (shifted,) = run_ranks(draw_with_offset, 1)
-    assert shifted == expected_draws(8)
+    assert shifted == compute_expected_draws(8)
     (plain,) = run_ranks(draw, 1)
-    assert plain == expected_draws(5)
+    assert plain == compute_expected_draws(5)
 
 
 def report_child_draw():
@@ -85,12 +85,12 @@ def test_option_reaches_the_ranks_that_a_test_starts(tmp_path):
     file.write_text(
         f"import torch\nfrom worker_pool import run_ranks\n"
         f"def draw():\n    torch.manual_seed(5)\n    return torch.rand(()).item()\n"
-        f"def test_draw():\n    assert run_ranks(draw, 1) == [{expected_draws(8)[4]!r}]\n"
+        f"def test_draw():\n    assert run_ranks(draw, 1) == [{compute_expected_draws(8)[4]!r}]\n"
         f"def test_other_process():\n    import subprocess, sys\n"
         f"    code = 'import torch; torch.manual_seed(5); print(torch.rand(()).item())'\n"
         f"    command = [sys.executable, '-c', code]\n"
         f"    done = subprocess.run(command, capture_output=True, text=True, check=True)\n"
-        f"    assert float(done.stdout) == {expected_draws(8)[4]!r}\n"
+        f"    assert float(done.stdout) == {compute_expected_draws(8)[4]!r}\n"
     )
     options = ["-q", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-p", "conftest"]
     done = subprocess.run(

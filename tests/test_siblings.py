@@ -10,8 +10,17 @@ from functools import cache
 from importlib import metadata
 
 import pytest
-from source_text import imports_of
-from workspace import LEAVES, PACKAGES, ROOT, folder, module, project, pyproject, source
+from source_text import list_imports
+from workspace import (
+    LEAVES,
+    PACKAGES,
+    ROOT,
+    get_folder,
+    get_module_name,
+    get_source_folder,
+    read_project,
+    read_pyproject,
+)
 
 SECTIONS = [
     "Install",
@@ -26,10 +35,10 @@ SECTIONS = [
 
 
 @cache
-def imported_modules(path):
+def list_imported_modules(path):
     """Return the names of the top-level modules that a file imports, also inside functions."""
     imported = set()
-    for node in imports_of(path):
+    for node in list_imports(path):
         if isinstance(node, ast.Import):
             imported |= {alias.name.split(".")[0] for alias in node.names}
         elif node.level == 0:
@@ -43,70 +52,73 @@ def test_packages_folder_contains_the_listed_packages_only():
 
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_a_leaf_imports_no_sibling(leaf):
-    siblings = {module(package) for package in PACKAGES if package != leaf}
-    for path in [*folder(leaf).rglob("src/**/*.py"), *folder(leaf).rglob("tests/*.py")]:
-        assert not siblings & imported_modules(path), path
+    siblings = {get_module_name(package) for package in PACKAGES if package != leaf}
+    for path in [*get_folder(leaf).rglob("src/**/*.py"), *get_folder(leaf).rglob("tests/*.py")]:
+        assert not siblings & list_imported_modules(path), path
 
 
-def names(requirements):
+def get_distribution_names(requirements):
     return {re.split(r"[ <>=@;\[]", requirement)[0] for requirement in requirements}
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_a_leaf_depends_on_no_sibling(leaf):
-    assert not names(project(leaf).get("dependencies", [])) & set(PACKAGES)
+    assert not get_distribution_names(read_project(leaf).get("dependencies", [])) & set(PACKAGES)
 
 
 @cache
-def distributions():
+def list_distributions():
     """Return the distributions of each top-level module; the files of all of them are read."""
     return metadata.packages_distributions()
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_leaf_and_its_tests_import_declared_dependencies_only(leaf):
-    tests = [*folder(leaf).glob("tests/*.py")]
+    tests = [*get_folder(leaf).glob("tests/*.py")]
     ours = {leaf, *(path.stem for path in (*tests, *ROOT.glob("tests/*.py")))}
     text = "".join(path.read_text() for path in tests)
     ours_or_skipped = ours | {*re.findall(r'importorskip\(\s*"(\w+)"', text)}
-    development = pyproject(leaf)["dependency-groups"]["dev"]
-    declared = names(project(leaf).get("dependencies", []) + development)
-    for path in [*folder(leaf).rglob("src/**/*.py"), *tests]:
-        for name in imported_modules(path) - ours_or_skipped - sys.stdlib_module_names:
-            assert declared & {*distributions().get(name, [])}, f"{path} imports {name}"
+    development = read_pyproject(leaf)["dependency-groups"]["dev"]
+    declared = get_distribution_names(read_project(leaf).get("dependencies", []) + development)
+    for path in [*get_folder(leaf).rglob("src/**/*.py"), *tests]:
+        for name in list_imported_modules(path) - ours_or_skipped - sys.stdlib_module_names:
+            assert declared & {*list_distributions().get(name, [])}, f"{path} imports {name}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_has_the_common_shape(package):
-    assert (source(package) / "py.typed").exists()
-    assert list((folder(package) / "tests").glob("test_*.py"))
-    assert not list((folder(package) / "tests").rglob("__init__.py"))
-    about = project(package)
+    assert (get_source_folder(package) / "py.typed").exists()
+    assert list((get_folder(package) / "tests").glob("test_*.py"))
+    assert not list((get_folder(package) / "tests").rglob("__init__.py"))
+    about = read_project(package)
     assert about["requires-python"] == ">=3.11"
     assert about["license"] == "BSD-3-Clause"
     assert "Private :: Do Not Upload" in about["classifiers"]
-    docstring = (source(package) / "__init__.py").read_text()
+    docstring = (get_source_folder(package) / "__init__.py").read_text()
     assert docstring.startswith(f'"""{about["description"]}')
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_has_a_bench_and_a_test_of_its_readme(package):
     # The bench is a file or a folder.
-    files = [*source(package).glob("bench.py"), *source(package).glob("bench/*.py")]
+    files = [
+        *get_source_folder(package).glob("bench.py"),
+        *get_source_folder(package).glob("bench/*.py"),
+    ]
     nodes = [node for file in files for node in ast.parse(file.read_text()).body]
     bench = next(n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == "bench")
     assert {"device", "quick"} <= {argument.arg for argument in bench.args.kwonlyargs}
-    assert (folder(package) / "tests" / "test_readme.py").exists()
+    assert (get_folder(package) / "tests" / "test_readme.py").exists()
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_a_leaf_has_tests_for_faults(leaf):
-    assert (folder(leaf) / "tests" / "test_faults.py").exists()
+    assert (get_folder(leaf) / "tests" / "test_faults.py").exists()
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_init_holds_the_public_names_and_nothing_else(package):
-    tree = ast.parse((source(package) / "__init__.py").read_text())
+    tree = ast.parse((get_source_folder(package) / "__init__.py").read_text())
     docstring, *rest = tree.body
     assert isinstance(docstring, ast.Expr)
     # A name that needs torch may be imported on first access: then there is an import for type
@@ -126,7 +138,7 @@ def test_init_holds_the_public_names_and_nothing_else(package):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_readme_has_the_common_sections(package):
-    text = (folder(package) / "README.md").read_text()
+    text = (get_folder(package) / "README.md").read_text()
     assert text.startswith(f"# {package}\n")
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS
 
@@ -185,7 +197,7 @@ def run_jobs(jobs):
 WITHOUT_TORCH = ("accounting", "llmsys_suite", "scaling")
 IMPORTS = [
     (f"import {name}", name not in WITHOUT_TORCH, f"import {name}")
-    for name in map(module, PACKAGES)
+    for name in map(get_module_name, PACKAGES)
 ]
 MISSING = {
     "accounting[torch]": ("torch", "import accounting; accounting.Ledger"),

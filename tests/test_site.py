@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from workspace import PACKAGES, ROOT, source
+from workspace import PACKAGES, ROOT, get_source_folder
 
 pytestmark = pytest.mark.exhaustive
 SITE = ROOT / "docs" / "_site"
@@ -30,7 +30,9 @@ def site():
 def test_the_site_has_every_public_name_and_can_be_searched(site):
     index = (site / "searchindex.js").read_text()
     for package in PACKAGES:
-        names = re.findall(r'^    "(\w+)",$', (source(package) / "__init__.py").read_text(), re.M)
+        names = re.findall(
+            r'^    "(\w+)",$', (get_source_folder(package) / "__init__.py").read_text(), re.M
+        )
         shown = (site / "api" / f"{package}.html").read_text()
         assert [name for name in names if name not in shown] == [], package
         assert f"packages/{package}" in index

@@ -5,7 +5,7 @@ import io
 import tokenize
 
 import pytest
-from source_text import comments_of, imports_of
+from source_text import iter_comments, list_imports
 from workspace import ROOT
 
 FILES = sorted((ROOT / "tests").glob("*.py"))
@@ -36,13 +36,13 @@ def test_comments_are_those_of_the_tokenizer(tricky):
         text = path.read_text()
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         expected = [(*t.start, t.string) for t in tokens if t.type == tokenize.COMMENT]
-        assert [*comments_of(text)] == expected, path
+        assert [*iter_comments(text)] == expected, path
 
 
 def test_imports_are_those_of_the_parser(tricky):
     for path in (tricky, *FILES):
         nodes = ast.walk(ast.parse(path.read_text()))
         expected = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-        assert sorted(map(ast.unparse, imports_of(path))) == sorted(map(ast.unparse, expected)), (
+        assert sorted(map(ast.unparse, list_imports(path))) == sorted(map(ast.unparse, expected)), (
             path
         )

@@ -7,15 +7,15 @@ import runpy
 import subprocess
 
 import pytest
-from workspace import ROOT, script
+from workspace import ROOT, import_script
 
-RUN = script("tutorial/run")
+RUN = import_script("tutorial/run")
 PAGE = (ROOT / "docs" / "source" / "tutorial.md").read_text()
 
 
 def run_step(step, folder):
     done = subprocess.run(
-        RUN.command(step), cwd=folder, capture_output=True, text=True, timeout=300, check=False
+        RUN.get_command(step), cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "runs" / "tutorial" / f"{step}.json").read_text())
@@ -24,7 +24,7 @@ def run_step(step, folder):
 
 def test_the_first_step_prints_the_stored_output(tmp_path, monkeypatch, capsys):
     # In this process, which has imported torch already.
-    _, file = RUN.command("plan")
+    _, file = RUN.get_command("plan")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(RUN.FOLDER)
     runpy.run_path(file, run_name="__main__")

@@ -17,7 +17,7 @@ from worker_pool import (
 )
 
 
-def sum_of_ranks():
+def sum_ranks():
     tensor = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(tensor)
     return tensor
@@ -36,7 +36,7 @@ def sleep_a_minute():
 
 
 def test_values_come_back_by_rank():
-    assert [value.item() for value in run_ranks(sum_of_ranks, 3)] == [3.0, 3.0, 3.0]
+    assert [value.item() for value in run_ranks(sum_ranks, 3)] == [3.0, 3.0, 3.0]
 
 
 def test_an_exception_is_raised_with_its_traceback():
@@ -62,10 +62,10 @@ def describe_process(values):
     """Return the process, the sum over the ranks, a random number and an attribute's values."""
     values_of_module = globals().setdefault("seen_values", [])
     values_of_module.extend(values)
-    return os.getpid(), sum_of_ranks().item(), torch.rand(1).item(), values_of_module
+    return os.getpid(), sum_ranks().item(), torch.rand(1).item(), values_of_module
 
 
-def write_a_file():
+def write_file():
     """Return the folder of a file that this rank writes."""
     Path(case_folder(), str(dist.get_rank())).touch()
     return case_folder()
@@ -77,7 +77,7 @@ def test_shared_ranks_serve_many_calls_in_new_process_groups():
     # The processes and their modules stay; random numbers are those of a new process.
     assert [(*of_first[:3], [1, 2]) for of_first in first] == second
     assert first[0][2] == first[1][2] == run_ranks(describe_process, 1, [])[0][2]
-    folder, same_folder = run_on_shared_ranks(write_a_file, 2)
+    folder, same_folder = run_on_shared_ranks(write_file, 2)
     assert folder == same_folder
     assert not Path(folder).exists()
 

@@ -7,7 +7,7 @@ import inspect
 from torch import nn
 
 
-def cache_name(model: nn.Module) -> str:
+def get_cache_name(model: nn.Module) -> str:
     """Return the name of a model's argument, and of its output, that is the cache.
 
     transformers 5.24 renamed `past_key_values` to `cache`.

@@ -97,7 +97,7 @@ def run_ranks(
     `function` must be defined at the top level of its file. Raises `RankFailed` with the traceback
     of every rank that failed.
     """
-    return _values(try_ranks(function, world, *args, timeout=timeout, backend=backend))
+    return _get_values(try_ranks(function, world, *args, timeout=timeout, backend=backend))
 
 
 def run_on_shared_ranks(
@@ -113,7 +113,7 @@ def run_on_shared_ranks(
     process group, a new store file and the seed of a new process; other changes of a rank's state
     remain. If a call fails, the next one starts new ranks. `close_shared_ranks` ends the ranks.
     """
-    key = _file_of(function), world
+    key = _get_file(function), world
     ranks = _shared_ranks.pop(key, None) or [_Rank() for _ in range(world)]
     with tempfile.TemporaryDirectory() as folder:
         outcomes = _call(ranks, function, args, folder, timeout, backend, is_last=False)
@@ -121,7 +121,7 @@ def run_on_shared_ranks(
             _close(ranks)
         else:
             _shared_ranks[key] = ranks
-    return _values(outcomes)
+    return _get_values(outcomes)
 
 
 def close_shared_ranks() -> None:
@@ -158,7 +158,7 @@ def try_ranks(
     return outcomes
 
 
-def _values(outcomes: list[Outcome]) -> list[Any]:
+def _get_values(outcomes: list[Outcome]) -> list[Any]:
     """Return the values of all ranks, or raise `RankFailed`."""
     failures = [outcome for outcome in outcomes if outcome.failed]
     if failures:
@@ -168,7 +168,7 @@ def _values(outcomes: list[Outcome]) -> list[Any]:
 
 
 @cache
-def _context() -> ForkServerContext:
+def _create_context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -199,8 +199,8 @@ class _Rank:
     """The process of a rank, and the pipe to it."""
 
     def __init__(self) -> None:
-        self._pipe, theirs = _context().Pipe()
-        self._process = _context().Process(target=_serve, args=(theirs,), daemon=True)
+        self._pipe, theirs = _create_context().Pipe()
+        self._process = _create_context().Process(target=_serve, args=(theirs,), daemon=True)
         with _EXIT_CODES:
             self._process.start()
         theirs.close()
@@ -258,7 +258,7 @@ class _Rank:
         return text
 
 
-def _file_of(function: Callable[..., Any]) -> str:
+def _get_file(function: Callable[..., Any]) -> str:
     path = sys.modules[function.__module__].__file__
     assert path is not None
     return path
@@ -274,7 +274,7 @@ def _call(
     is_last: bool,
 ) -> list[Outcome]:
     """Call a function on ranks that wait for a call; return their outcomes."""
-    path, name = _file_of(function), function.__qualname__
+    path, name = _get_file(function), function.__qualname__
     common = folder, path, name, pickle.dumps(args), timeout, backend, is_last
     calls = [_Call(rank, len(ranks), *common) for rank in range(len(ranks))]
     for process, call in zip(ranks, calls, strict=True):
@@ -328,7 +328,7 @@ def _run(call: _Call, pipe: Connection) -> bool:
             outcome = Outcome(call.rank, value=function(*pickle.loads(call.args)))
             message = pickle.dumps(outcome)
         except BaseException as error:
-            message = _failure(call.rank, error)
+            message = _describe_failure(call.rank, error)
             outcome = pickle.loads(message)
         faulthandler.unregister(signal.SIGUSR2)
     pipe.send_bytes(message)
@@ -351,7 +351,7 @@ def _connect(call: _Call, store_file: str) -> None:
     store.wait([f"connected {other}" for other in range(call.world)], limit)
 
 
-def _failure(rank: int, error: BaseException) -> bytes:
+def _describe_failure(rank: int, error: BaseException) -> bytes:
     trace = traceback.format_exc()
     try:
         message = pickle.dumps(Outcome(rank, error=error, trace=trace))

@@ -29,27 +29,27 @@ UV = os.environ.get("UV") or shutil.which("uv") or str(ROOT / ".uv" / "bin" / "u
 PACKAGES = (*LEAVES, SUITE)
 
 
-def folder(package: str) -> Path:
+def get_folder(package: str) -> Path:
     return ROOT / "packages" / package
 
 
-def module(package: str) -> str:
+def get_module_name(package: str) -> str:
     return package.replace("-", "_")
 
 
-def source(package: str) -> Path:
-    return folder(package) / "src" / module(package)
+def get_source_folder(package: str) -> Path:
+    return get_folder(package) / "src" / get_module_name(package)
 
 
-def pyproject(package: str) -> dict[str, Any]:
-    return tomllib.loads((folder(package) / "pyproject.toml").read_text())
+def read_pyproject(package: str) -> dict[str, Any]:
+    return tomllib.loads((get_folder(package) / "pyproject.toml").read_text())
 
 
-def project(package: str) -> dict[str, Any]:
-    return pyproject(package)["project"]
+def read_project(package: str) -> dict[str, Any]:
+    return read_pyproject(package)["project"]
 
 
-def script(name: str) -> ModuleType:
+def import_script(name: str) -> ModuleType:
     """Import a script of docs/ and return it as a module."""
     if str(ROOT / "docs") not in sys.path:
         sys.path.append(str(ROOT / "docs"))  # for the modules that scripts import

@@ -103,7 +103,7 @@ def warmup() -> list[Row]:
     for batch in (4, 32):
         case = Case(rows=batch)
         command = [sys.executable, "-c", TWICE, json.dumps({"rows": batch})]
-        processes = [json.loads(_printed(command)) for _ in range(PROCESSES)]
+        processes = [json.loads(_get_command_output(command)) for _ in range(PROCESSES)]
         for which, process in enumerate(("cold", "warm")):
             for skipped in WARMUPS:
                 measured = [compute_row(case, run[which], skipped) for run in processes]
@@ -113,7 +113,7 @@ def warmup() -> list[Row]:
     return rows
 
 
-def _printed(command: list[str]) -> str:
+def _get_command_output(command: list[str]) -> str:
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.splitlines()[-1]
 
@@ -133,21 +133,21 @@ def sizes() -> list[Row]:
     for row in sweep.measure(cases, limit=SECONDS_PER_SIZE):
         case = by_size[row["size"]]
         if "warmup" not in row:
-            line = _extrapolated(case)
+            line = _extrapolate_times(case)
             rows.append(line | {"note": f"{row['note']}; {line['note']}"})
         elif row["warmup"] == 5:
             rows.append(row)
             largest = row
     # The largest size that fits is predicted too, for comparison.
-    line = _extrapolated(by_size[largest["size"]])
+    line = _extrapolate_times(by_size[largest["size"]])
     line["note"] += f": {line['step_p50_ms'] / largest['step_p50_ms']:.2f} of what it takes"
     return [
-        {"needed_gib": by_size[row["size"]].predict_peak_bytes() / 2**30} | _flat(row)
+        {"needed_gib": by_size[row["size"]].predict_peak_bytes() / 2**30} | _flatten_row(row)
         for row in (*rows, line)
     ]
 
 
-def _extrapolated(case: Case) -> Row:
+def _extrapolate_times(case: Case) -> Row:
     """Return the predicted time of a case, from steps of models with few layers.
 
     A step consists of a number of equal layers and a constant part, so its time is linear in the
@@ -175,7 +175,7 @@ def _extrapolated(case: Case) -> Row:
     return labels | {"note": f"extrapolated from {FEW[0]} and {FEW[1]} layers"}
 
 
-def _flat(row: Row) -> Row:
+def _flatten_row(row: Row) -> Row:
     return {key: value for key, value in row.items() if key != "operators"}
 
 
@@ -254,20 +254,20 @@ def layers() -> list[Row]:
         stored = sum(block.nbytes for block in step.at_peak if not block.phase)
         row = {"context": context} | measured["peaks"]
         for name, autocast in (("forward_end_mib", False), ("forward_end_autocast_mib", True)):
-            saved = _saved_bytes(config, memory.ROWS, autocast=autocast)
+            saved = _count_saved_bytes(config, memory.ROWS, autocast=autocast)
             row[name] = (stored + saved) / memory.MIB
-        row["training_peak_autocast_mib"] = _autocast_step(config).peak_bytes / memory.MIB
+        row["training_peak_autocast_mib"] = _record_autocast_step(config).peak_bytes / memory.MIB
         if context == 512:
             row["drawn"] = {
-                "inference": _thin(measured["drawn"]["inference_timeline"]),
-                "training": _thin(measured["drawn"]["training_timeline"]),
+                "inference": _thin_timeline(measured["drawn"]["inference_timeline"]),
+                "training": _thin_timeline(measured["drawn"]["training_timeline"]),
             }
-            row["largest"] = _largest_groups(step.at_peak)[:5]
+            row["largest"] = _group_largest_blocks(step.at_peak)[:5]
         rows.append(row)
     return rows
 
 
-def _saved_bytes(config: ModelConfig, rows: int, *, autocast: bool) -> int:
+def _count_saved_bytes(config: ModelConfig, rows: int, *, autocast: bool) -> int:
     """Return the bytes that a forward pass saves for the backward pass.
 
     The dtype is float32, or bf16 under autocast. Fake tensors follow the rules of a GPU on any
@@ -338,7 +338,7 @@ class _Autocast(TorchFunctionMode):
         return self.cache[item]
 
 
-def _autocast_step(config: Any) -> Any:
+def _record_autocast_step(config: Any) -> Any:
     """Return the live memory of an AdamW step whose forward pass runs under bf16 autocast."""
     from accounting.memory.live import make_state, training_step_memory
     from llmsys_suite.model import Decoder, plain_attention
@@ -359,7 +359,7 @@ def _autocast_step(config: Any) -> Any:
         return training_step_memory(model, loss, optimizer)
 
 
-def _largest_groups(blocks: list[Any]) -> list[Row]:
+def _group_largest_blocks(blocks: list[Any]) -> list[Row]:
     """Return the blocks by operator, phase and module, the groups with the most bytes first."""
     groups: dict[tuple[str, str, str], list[float]] = {}
     for block in blocks:
@@ -379,7 +379,7 @@ def _largest_groups(blocks: list[Any]) -> list[Row]:
     return sorted(rows, key=lambda row: row["total_mib"], reverse=True)
 
 
-def _thin(timeline: list[tuple[str, float]], points: int = 130) -> list[tuple[str, float]]:
+def _thin_timeline(timeline: list[tuple[str, float]], points: int = 130) -> list[tuple[str, float]]:
     stride = max(1, len(timeline) // points)
     parts = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
     return [
@@ -630,9 +630,14 @@ def rates() -> list[Row]:
         ("linear", "sgd", 0.0, {"batch_sizes": sizes}),
         ("linear", "sgd", 8.0, {"batch_sizes": sizes}),
         ("linear", "adam", 8.0, {"batch_sizes": sizes, "seeds": 32}),
-        ("linear", "adam", 0.0, {"batch_sizes": sizes, "seeds": 32, "rates": _grid(0.02, 1.5, 31)}),
-        ("linear", "adam", 8.0, long | {"rates": _grid(0.004, 0.4, 21)}),
-        ("linear", "adam", 0.0, long | {"rates": _grid(0.01, 0.5, 21)}),
+        (
+            "linear",
+            "adam",
+            0.0,
+            {"batch_sizes": sizes, "seeds": 32, "rates": _make_grid(0.02, 1.5, 31)},
+        ),
+        ("linear", "adam", 8.0, long | {"rates": _make_grid(0.004, 0.4, 21)}),
+        ("linear", "adam", 0.0, long | {"rates": _make_grid(0.01, 0.5, 21)}),
         ("mlp", "sgd", 0.0, {"batch_sizes": few, "seeds": 4}),
         ("mlp", "adam", 0.0, {"batch_sizes": few, "seeds": 4}),
     )
@@ -693,7 +698,7 @@ def language_rates() -> list[Row]:
     ]
 
 
-def _grid(low: float, high: float, count: int) -> list[float]:
+def _make_grid(low: float, high: float, count: int) -> list[float]:
     return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
 
 
@@ -701,7 +706,7 @@ def digits() -> list[Row]:
     """Measure weights, sensitivity and bits of a trained classifier of 8 x 8 digits."""
     import tinyml
 
-    model, images, labels, heldout = _trained_digits()
+    model, images, labels, heldout = _train_digits()
     batch = [(images[heldout], labels[heldout])]
 
     def right(logits: Tensor, targets: Tensor) -> Tensor:
@@ -739,25 +744,25 @@ def digits() -> list[Row]:
                 "bits": bits,
                 "kmeans_accuracy": accuracy(palette),
                 "linear_accuracy": accuracy(linear),
-                "kmeans_error": _distance(model, palette),
-                "linear_error": _distance(model, linear),
+                "kmeans_error": _compute_distance(model, palette),
+                "linear_error": _compute_distance(model, linear),
                 "kmeans_bytes": tinyml.size_of(palette).bytes,
                 "linear_bytes": tinyml.size_of(linear).bytes,
             }
         )
-    return rows + list(_channels(model, images[heldout][:64], accuracy))
+    return rows + list(_measure_channels(model, images[heldout][:64], accuracy))
 
 
-def _distance(model: nn.Module, compressed: nn.Module) -> float:
+def _compute_distance(model: nn.Module, compressed: nn.Module) -> float:
     """Return the root mean square change of the weights, relative to the weights."""
     change = square = 0.0
-    for item, other in zip(_weights(model), _weights(compressed), strict=True):
+    for item, other in zip(_get_weights(model), _get_weights(compressed), strict=True):
         change += float((item - other).square().sum())
         square += float(item.square().sum())
     return math.sqrt(change / square)
 
 
-def _weights(model: nn.Module) -> list[Tensor]:
+def _get_weights(model: nn.Module) -> list[Tensor]:
     return [
         layer.weight.detach()
         for layer in model.modules()
@@ -765,7 +770,7 @@ def _weights(model: nn.Module) -> list[Tensor]:
     ]
 
 
-def _channels(
+def _measure_channels(
     model: nn.Module, images: Tensor, accuracy: Callable[[nn.Module], float]
 ) -> Iterator[Row]:
     import tinyml
@@ -792,7 +797,7 @@ def _channels(
             }
 
 
-def _trained_digits() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
+def _train_digits() -> tuple[nn.Module, Tensor, Tensor, Tensor]:
     from sklearn.datasets import load_digits
 
     pixels, classes = load_digits(return_X_y=True)
@@ -921,26 +926,30 @@ def isoflop(data: Path) -> list[Row]:
             warnings.simplefilter("always")
             fit = scaling.fit_isoflop(runs, **options)
         if options:
-            rows += [_optimum("valley", v.compute, v.parameters, v.tokens) for v in fit.valleys]
+            rows += [
+                _format_optimum("valley", v.compute, v.parameters, v.tokens) for v in fit.valleys
+            ]
         for compute in (1e23, 1e24):
             best = fit.optimal(compute)
-            row = _optimum(label, compute, best.parameters, best.tokens)
+            row = _format_optimum(label, compute, best.parameters, best.tokens)
             rows.append(row | {"warnings": len(caught)})
     for group in runs.budgets():
         least = int(group.loss.argmin())
         values = (group.compute, group.parameters, group.tokens)
-        rows.append(_optimum("best run", *(float(value[least]) for value in values)))
+        rows.append(_format_optimum("best run", *(float(value[least]) for value in values)))
     for label, method in (
         ("best run of each", "minimum"),
         ("the same, with an offset", "minimum-offset"),
     ):
         size = fit_shortcut(runs, method)
         for compute in (1e23, 1e24):
-            rows.append(_optimum(label, compute, size(compute), compute / (6 * size(compute))))
+            rows.append(
+                _format_optimum(label, compute, size(compute), compute / (6 * size(compute)))
+            )
     return rows
 
 
-def _optimum(label: str, compute: float, parameters: float, tokens: float) -> Row:
+def _format_optimum(label: str, compute: float, parameters: float, tokens: float) -> Row:
     return {
         "fit": label,
         "compute": float(f"{compute:.6g}"),
@@ -967,14 +976,14 @@ def parametric(data: Path) -> list[Row]:
 
 def parallel() -> list[Row]:
     """Time ten steps of the model on two ranks, with pipeline and with tensor parallelism."""
-    rows: list[Row] = _stages("parallel")["parallel"]["rows"]
+    rows: list[Row] = _run_stages("parallel")["parallel"]["rows"]
     for row in rows:
         seconds = row.pop("seconds")
         row |= {"iterations": len(seconds), "total_s": sum(seconds)}
     return rows
 
 
-def _stages(*wanted: str) -> dict[str, Any]:
+def _run_stages(*wanted: str) -> dict[str, Any]:
     """Run `llmsys run` and return the summary of each stage. End the program if a stage fails.
 
     A run whose audit finds an error is complete, although its exit status is 1.
@@ -996,7 +1005,7 @@ def _stages(*wanted: str) -> dict[str, Any]:
 
 def run() -> list[Row]:
     """Run `llmsys run`; return the time and a short result of each stage."""
-    stages = _stages()
+    stages = _run_stages()
     losses = stages["train"]["losses"]["single process"]
     plan = stages["plan"]
     audit = stages["audit"]

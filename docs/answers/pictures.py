@@ -124,41 +124,43 @@ class _Axis:
                 step *= 2 if str(step)[0] != "2" and "2" not in f"{step:g}" else 2.5
             first = math.ceil(self.least / step - 1e-9)
             values = [step * k for k in range(first, int(self.most / step + 1e-9) + 1)]
-        return [(value, _label(value)) for value in values]
+        return [(value, _format_label(value)) for value in values]
 
 
-def _label(value: float) -> str:
+def _format_label(value: float) -> str:
     """Return a number with at most three digits, and large ones with commas or a power of ten."""
     return f"{value:,.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
 
 
-def drawings() -> dict[str, str]:
+def draw_all() -> dict[str, str]:
     """Return every picture by the name of its file."""
     charts = {
-        "memory-training.svg": _timeline("training", "a training step"),
-        "memory-inference.svg": _timeline("inference", "inference"),
-        "weights.svg": _histogram(),
-        "sensitivity.svg": _sensitivity(),
-        "bits.svg": _bits(),
-        "rates.svg": _rates(),
-        "curves-linear-sgd.svg": _curves("linear", "sgd", "linear regression, SGD"),
-        "curves-linear-adam.svg": _curves("linear", "adam", "linear regression, Adam, noise 8"),
-        "curves-mlp-sgd.svg": _curves("mlp", "sgd", "network, SGD"),
-        "curves-mlp-adam.svg": _curves("mlp", "adam", "network, Adam"),
-        "isoflop.svg": _isoflop(),
+        "memory-training.svg": _draw_timeline("training", "a training step"),
+        "memory-inference.svg": _draw_timeline("inference", "inference"),
+        "weights.svg": _draw_histogram(),
+        "sensitivity.svg": _draw_sensitivity(),
+        "bits.svg": _draw_bits(),
+        "rates.svg": _draw_rates(),
+        "curves-linear-sgd.svg": _draw_curves("linear", "sgd", "linear regression, SGD"),
+        "curves-linear-adam.svg": _draw_curves(
+            "linear", "adam", "linear regression, Adam, noise 8"
+        ),
+        "curves-mlp-sgd.svg": _draw_curves("mlp", "sgd", "network, SGD"),
+        "curves-mlp-adam.svg": _draw_curves("mlp", "adam", "network, Adam"),
+        "isoflop.svg": _draw_isoflop(),
     }
     return {name: chart.svg() for name, chart in charts.items()}
 
 
-def rows(name: str) -> list[dict[str, Any]]:
+def read_rows(name: str) -> list[dict[str, Any]]:
     """Return the stored rows of one measurement."""
     results = json.loads((FOLDER / "rows" / f"{name}.json").read_text())
     stored: list[dict[str, Any]] = results["rows"]
     return stored
 
 
-def _timeline(kind: str, what: str) -> Chart:
-    drawn = rows("layers")[-1]["drawn"][kind]
+def _draw_timeline(kind: str, what: str) -> Chart:
+    drawn = read_rows("layers")[-1]["drawn"][kind]
     line = [(float(i), live) for i, (_, live) in enumerate(drawn)]
     bands, last = [], None
     for i, (phase, _) in enumerate(drawn):
@@ -175,11 +177,11 @@ def _timeline(kind: str, what: str) -> Chart:
     )
 
 
-def _histogram() -> Chart:
+def _draw_histogram() -> Chart:
     names = {"0": "first conv", "3": "second conv", "7": "third conv", "12": "linear"}
     lines = {
         names[row["layer"]]: [(-4 + 8 * (i + 0.5) / 33, s) for i, s in enumerate(row["shares"])]
-        for row in rows("digits")
+        for row in read_rows("digits")
         if row["case"] == "histogram"
     }
     return Chart(
@@ -187,11 +189,11 @@ def _histogram() -> Chart:
     )
 
 
-def _sensitivity() -> Chart:
+def _draw_sensitivity() -> Chart:
     names = {"0": "first conv", "3": "second conv", "7": "third conv", "12": "linear"}
     lines = {
         names[row["layer"]]: [(float(k), v) for k, v in row.items() if k[0] == "0"]
-        for row in rows("digits")
+        for row in read_rows("digits")
         if row["case"] == "sensitivity"
     }
     return Chart(
@@ -199,8 +201,8 @@ def _sensitivity() -> Chart:
     )
 
 
-def _bits() -> Chart:
-    stored = [row for row in rows("digits") if row["case"] == "bits"]
+def _draw_bits() -> Chart:
+    stored = [row for row in read_rows("digits") if row["case"] == "bits"]
     lines = {
         name: [(float(row["bits"]), row[f"{key}_error"]) for row in stored]
         for name, key in (("k-means", "kmeans"), ("linear", "linear"))
@@ -210,9 +212,9 @@ def _bits() -> Chart:
     )
 
 
-def _rates() -> Chart:
+def _draw_rates() -> Chart:
     lines = {}
-    for row in rows("rates"):
+    for row in read_rows("rates"):
         noise = f", noise {row['label_noise']:g}" if row["task"] == "linear" else ""
         points = [
             (float(key.removeprefix("batch_")), value)
@@ -223,9 +225,11 @@ def _rates() -> Chart:
     return Chart("best learning rate", "batch size", "rate", lines, log_x=True, log_y=True)
 
 
-def _curves(task: str, optimizer: str, name: str) -> Chart:
+def _draw_curves(task: str, optimizer: str, name: str) -> Chart:
     """Draw the final loss over the rate; rates above which the loss grows are left out."""
-    stored = [r for r in rows("rate_curves") if (r["task"], r["optimizer"]) == (task, optimizer)]
+    stored = [
+        r for r in read_rows("rate_curves") if (r["task"], r["optimizer"]) == (task, optimizer)
+    ]
     first = max(loss for row in stored for _, loss in row["curve"][:1])
     lines = {
         f"batch {row['batch']}": [(rate, loss) for rate, loss in row["curve"] if loss < 1.5 * first]
@@ -234,9 +238,9 @@ def _curves(task: str, optimizer: str, name: str) -> Chart:
     return Chart(f"final loss: {name}", "rate", "loss", lines, log_x=True, log_y=True, dots=False)
 
 
-def _isoflop() -> Chart:
+def _draw_isoflop() -> Chart:
     lines = {"parameters": [], "tokens": []}  # type: dict[str, list[Point]]
-    for row in rows("isoflop"):
+    for row in read_rows("isoflop"):
         if row["fit"] not in ("valley", "a parabola each"):
             continue
         lines["parameters"].append((row["compute"], row["parameters"]))
@@ -252,5 +256,5 @@ def _isoflop() -> Chart:
 
 
 if __name__ == "__main__":
-    for name, drawing in drawings().items():
+    for name, drawing in draw_all().items():
         (FOLDER / "pictures" / name).write_text(drawing)

@@ -6,10 +6,10 @@ from model import (
     CONTEXT,
     ROWS,
     Decoder,
-    batch,
-    held_out_loss,
+    compute_held_out_loss,
+    compute_loss,
+    draw_batch,
     load_trained_model,
-    loss_of,
     save_lines,
 )
 
@@ -25,14 +25,14 @@ for width in (16, 24, 32, 48):
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
         for step in range(steps):
-            loss_of(model, *batch(step)).backward()
+            compute_loss(model, *draw_batch(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
         embeddings = model.embedding.weight.numel() + model.positions.weight.numel()
         rows["N"].append(sum(p.numel() for p in model.parameters()) - embeddings)
         rows["D"].append(steps * ROWS * CONTEXT)
-        rows["loss"].append(held_out_loss(model))
+        rows["loss"].append(compute_held_out_loss(model))
 # These models are smaller than any that `load_runs` expects, so the units are stated.
 runs = scaling.load_runs(rows, units={"parameters": 1, "tokens": 1})
 fit = scaling.fit_parametric(runs)
@@ -45,6 +45,6 @@ lines[f"law, {LARGE:,} parameters"] = [
     (tokens, float(law.predict(LARGE, tokens))) for tokens in (*sorted({*rows["D"]}), TOKENS)
 ]
 save_lines("extrapolate", lines)
-measured = held_out_loss(load_trained_model())
+measured = compute_held_out_loss(load_trained_model())
 predicted = float(law.predict(LARGE, TOKENS))
 print(f"N = {LARGE:,}, D = {TOKENS:,}: predicted {predicted:.2f}, measured {measured:.2f}")

@@ -2,10 +2,10 @@
 
 import torch
 from interp import logit_lens, record
-from model import HELD_OUT, LAYERS, batch, load_trained_model, save_lines
+from model import HELD_OUT, LAYERS, draw_batch, load_trained_model, save_lines
 
 model = load_trained_model()
-tokens, targets = batch(0, text=HELD_OUT)
+tokens, targets = draw_batch(0, text=HELD_OUT)
 sites = ["blocks:input", *(f"blocks.{i}" for i in range(LAYERS))]
 with record(model, *sites) as stream, torch.no_grad():
     model(tokens)

@@ -75,7 +75,7 @@ class Decoder(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def batch(step: int, rank: int = 0, text: Tensor = TRAINING) -> tuple[Tensor, Tensor]:
+def draw_batch(step: int, rank: int = 0, text: Tensor = TRAINING) -> tuple[Tensor, Tensor]:
     """Return the tokens and targets (rows, context) of a step, different on every rank."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     starts = torch.randint(len(text) - CONTEXT, (ROWS, 1), generator=generator)
@@ -83,15 +83,15 @@ def batch(step: int, rank: int = 0, text: Tensor = TRAINING) -> tuple[Tensor, Te
     return windows[:, :-1], windows[:, 1:]
 
 
-def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+def compute_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats per byte."""
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module) -> float:
+def compute_held_out_loss(model: nn.Module) -> float:
     """Return the loss over 32 batches of held-out text."""
-    losses = [loss_of(model, *batch(step, text=HELD_OUT)).item() for step in range(32)]
+    losses = [compute_loss(model, *draw_batch(step, text=HELD_OUT)).item() for step in range(32)]
     return sum(losses) / len(losses)
 
 

@@ -32,7 +32,7 @@ LOGARITHMIC = {"plan", "attend", "communicate", "shard"}
 FILES = {"inspect": "inspect_model"}
 
 
-def command(step: str) -> list[str]:
+def get_command(step: str) -> list[str]:
     """Return the command that runs a step."""
     prefix, _ = STEPS[step]
     return [sys.executable, *prefix, str(FOLDER / f"{FILES.get(step, step)}.py")]
@@ -43,7 +43,7 @@ def main() -> None:
     chart = runpy.run_path(str(ROOT / "docs" / "answers" / "pictures.py"))["Chart"]
     for step, (_, options) in STEPS.items():
         done = subprocess.run(
-            command(step), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+            get_command(step), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
         )
         (FOLDER / "outputs" / f"{step}.txt").write_text(done.stdout)
         lines = json.loads((ROOT / "runs" / "tutorial" / f"{step}.json").read_text())

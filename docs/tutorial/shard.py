@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from model import (
     FOLDER,
-    batch,
-    held_out_loss,
+    compute_held_out_loss,
+    compute_loss,
+    draw_batch,
     load_trained_model,
-    loss_of,
     save_lines,
 )
 from zero import FSDP, load_checkpoint, save_checkpoint, zero_stage_bytes
@@ -22,7 +22,7 @@ numel = sum(p.numel() for p in unsharded.parameters())
 model = FSDP(unsharded)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for step in range(400, 500):
-    loss_of(model, *batch(step, rank)).backward()
+    compute_loss(model, *draw_batch(step, rank)).backward()
     optimizer.step()
     optimizer.zero_grad()
 stored = sum(p.shape.numel() for p in model.parameters())  # p.numel() is the full number
@@ -33,7 +33,7 @@ save_checkpoint(FOLDER / "checkpoint", model, optimizer, extra={"step": 500})
 # The checkpoint loads at any number of ranks, here into a new model.
 restored = FSDP(load_trained_model())
 step = load_checkpoint(FOLDER / "checkpoint", restored)["step"]
-loss = held_out_loss(restored)
+loss = compute_held_out_loss(restored)
 if rank == 0:
     ranks = [2**k for k in range(7)]
     adam = {"parameter_bytes": 4, "gradient_bytes": 4, "state_bytes": 8}

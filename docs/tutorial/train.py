@@ -7,7 +7,7 @@ import collectives
 import torch
 import torch.distributed as dist
 from ddp import DDP
-from model import FOLDER, Decoder, batch, held_out_loss, loss_of, save_lines
+from model import FOLDER, Decoder, compute_held_out_loss, compute_loss, draw_batch, save_lines
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -17,7 +17,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 400)
 losses = []
 for step in range(400):
-    loss = loss_of(model, *batch(step, rank))
+    loss = compute_loss(model, *draw_batch(step, rank))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -27,5 +27,5 @@ if rank == 0:
     print("loss every 100 steps: " + ", ".join(f"{loss:.2f}" for _, loss in losses[::100]))
     save_lines("train", {"loss of rank 0": losses[::10]})
     torch.save(model.module.state_dict(), FOLDER / "model.pt")
-    print(f"held out: {held_out_loss(model.module):.3f} nats per byte")
+    print(f"held out: {compute_held_out_loss(model.module):.3f} nats per byte")
 dist.destroy_process_group()

@@ -30,7 +30,7 @@ from accounting.model.registry import build_transformer_arguments
 from accounting.model.transformer import _count_part_sizes
 from random_configurations import outcomes
 from reference import described
-from transformers_cache import cache_name
+from transformers_cache import get_cache_name
 
 # Four layers are enough to tell the kinds of layers apart.
 DEPTHS = (*("num_hidden_layers", "n_layer", "n_layers", "num_layers"),)
@@ -945,7 +945,7 @@ def forward_agrees(family: str, more: Mapping[str, Any] = {}) -> None:
         sdpa_kernel(SDPBackend.MATH),
         FlopCounterMode(display=False) as counter,
     ):
-        layers = getattr(module(input_ids=tokens, use_cache=True), cache_name(module)).layers
+        layers = getattr(module(input_ids=tokens, use_cache=True), get_cache_name(module)).layers
     model = described(module)
     assert model.size == sum(parameter.numel() for parameter in module.parameters())
     by_module = counter.get_flop_counts().items()

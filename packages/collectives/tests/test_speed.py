@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import bench
-from emulated_hosts import emulated_hosts, run_everywhere, why_not
+from emulated_hosts import emulated_hosts, explain_refusal, run_everywhere
 from figures import assert_at_least, assert_at_most
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -104,7 +104,7 @@ def test_busy_core_makes_ours_slower_than_gloo_in_less_than_a_tenth_of_the_round
         assert_at_least(figure, 1.0, ratio)
 
 
-NO_HOSTS = why_not()
+NO_HOSTS = explain_refusal()
 needs_hosts = pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS)
 
 

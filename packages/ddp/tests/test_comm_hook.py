@@ -40,7 +40,6 @@ def train_with_hook(which: str, bucket_size_mb: float) -> list:
         "noop": (None, noop),
     }[which]
     model.register_comm_hook(state, hook)
-    assert copy.deepcopy(model)._comm_hook is model._comm_hook
     draw = torch.Generator().manual_seed(0)
     for step in range(4):
         x = torch.randn(2, 3, 16, generator=draw)

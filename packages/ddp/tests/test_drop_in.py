@@ -892,123 +892,41 @@ def copies(kind: str) -> bool:
     if kind == "deepcopy":
         copied = copy.deepcopy(both.model)
     elif kind == "average":
-        copied = AveragedModel(both.model)
-        copied.update_parameters(both.model)
-        copied.module.require_backward_grad_sync = True
+        averaged = AveragedModel(both.model)
+        averaged.update_parameters(both.model)
+        copied = averaged.module
     else:
         file = io.BytesIO()
         torch.save(both.model, file)
         file.seek(0)
         copied = torch.load(file, weights_only=False)
+    x = torch.ones(1, 5, dtype=torch.float64)
     if dist.get_rank() == 0:
-        # A copy may be evaluated on one rank, because this does not connect it.
-        copied.eval()(torch.ones(1, 5, dtype=torch.float64))
-    other = Both(net())
-    other.module = copied.module.module if kind == "average" else copied.module
-    other.model, other.twin = copied, copy.deepcopy(both.twin)
-    other.optimizers = [other.sgd(other.module), other.sgd(other.twin)]
+        # The evaluation of a copy is not a collective.
+        with torch.no_grad():
+            assert copied(x).equal(both.module(x))
+        # `join_hook` needs the other ranks.
+        for call in (copied, copied.finish_gradient_synchronization, copied.join_hook):
+            with pytest.raises(RuntimeError, match=r"a copy of a DDP .*; wrap the \.module of"):
+                call(*([x] if call is copied else []))
+        with pytest.raises(RuntimeError, match="a copy of a DDP does not average gradients"):
+            copied.module(x).sum().backward()
+    # The copy can be wrapped, and the original trains on.
+    other = Both(copied.module)
     for _ in range(3):
         other.step()
         both.step()
     return True
 
 
-COPIES = ["deepcopy", "average", "pickle"]
-
-
-@pytest.mark.parametrize("kind", COPIES)
-def test_copy_trains_independently(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["deepcopy", "average", "pickle"])
+def test_copies_are_evaluated_and_refused_in_training(kind: str) -> None:
     assert run_on_shared_ranks(copies, 2, kind) == [True, True]
-
-
-def copies_then_replaces(how: str) -> bool:
-    both = Both(net())
-    both.model = copy.deepcopy(both.model)
-    both.module = both.model.module
-    for module in (both.module, both.twin):
-        if how == "assign":
-            module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
-        else:
-            module[0] = nn.Linear(5, 7).double()
-            nn.init.constant_(module[0].weight, 0.1)
-            nn.init.zeros_(module[0].bias)
-    both.optimizers = [both.sgd(both.module), both.sgd(both.twin)]
-    for _ in range(3):
-        both.step()
-    return True
-
-
-@pytest.mark.parametrize("how", ["assign", "layer"])
-def test_copy_with_replaced_parameters_is_averaged(how: str) -> None:
-    assert run_on_shared_ranks(copies_then_replaces, 2, how) == [True, True]
 
 
 def test_shallow_copies_are_refused() -> None:
     with pytest.raises(TypeError, match=r"call copy\.deepcopy\(\)"):
         copy.copy(DDP.__new__(DDP))
-
-
-def first_step_of_a_copy(method: str) -> float:
-    copied = copy.deepcopy(DDP(nn.Linear(5, 1, bias=False)))
-    with torch.no_grad():
-        copied.module.weight.fill_(1.0)
-    steps = dist.get_rank() + 1 if method == "join" else 1
-    with copied.join() if method == "join" else nullcontext():
-        for _ in range(steps):
-            with copied.no_sync() if method == "finish" else nullcontext():
-                copied(torch.full((1, 5), 1.0 + dist.get_rank())).sum().backward()
-            if method == "finish":
-                copied.finish_gradient_synchronization()
-            with torch.no_grad():
-                copied.module.weight -= copied.module.weight.grad
-            copied.module.weight.grad = None
-    return float(copied.module.weight.sum().detach())
-
-
-@pytest.mark.parametrize("method", ["backward", "finish", "join"])
-def test_copy_connects_once_in_its_first_step(method: str) -> None:
-    # Five weights of 1. The mean of their gradients, 1 and 2, is 1.5. With join(), a second step
-    # has a gradient of 2 on rank 1 only.
-    expected = 5 * (1 - 1.5 - 1) if method == "join" else 5 * (1 - 1.5)
-    assert run_on_shared_ranks(first_step_of_a_copy, 2, method) == [expected] * 2
-
-
-def copies_that_differ() -> None:
-    model = DDP(net())
-    copied = copy.deepcopy(model)
-    if dist.get_rank() == 1:
-        with torch.no_grad():
-            copied.module[2].bias += 1
-    copied(torch.ones(1, 5)).sum().backward()
-
-
-def test_copies_whose_weights_differ_are_refused() -> None:
-    for outcome in try_ranks(copies_that_differ, 2, timeout=60):
-        assert "rank 1 has '2.bias' with checksum" in str(outcome.error)
-
-
-def trains_a_sparse_copy(with_dense: bool) -> bool:
-    layers = [nn.Embedding(4, 1, sparse=True)]
-    if with_dense:
-        layers.append(nn.Linear(1, 2))
-    module = nn.Sequential(*layers).double()
-    twin = copy.deepcopy(module)
-    copied = copy.deepcopy(DDP(module))
-    tokens = torch.tensor([[0, 1], [1, 3]])
-    for _ in range(2):
-        copied.zero_grad()
-        twin.zero_grad()
-        copied(tokens[dist.get_rank()]).sum().backward()
-        (twin(tokens).sum() / 2).backward()
-        for ours, theirs in zip(copied.module.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad.to_dense(), theirs.grad.to_dense())
-    return True
-
-
-@pytest.mark.parametrize("with_dense", [False, True])
-def test_first_step_of_a_copy_averages_sparse_gradients(with_dense: bool) -> None:
-    # Without a dense parameter, the gradient that connects the copy is sparse.
-    assert run_on_shared_ranks(trains_a_sparse_copy, 2, with_dense) == [True, True]
 
 
 # ----- an extra pass or a skipped step on one rank -----

@@ -17,7 +17,7 @@ from ddp import (
     all_reduce_gradients,
     all_reduce_gradients_flat,
 )
-from ddp.metering.trace import list_events
+from ddp.metering.trace import list_bars
 from torch import nn
 from worker_pool import run_ranks
 
@@ -135,7 +135,7 @@ def measure_design(design: str) -> dict:
         "hidden": step.hidden_seconds,
         "buckets": [(b.hidden_seconds, b.exposed_seconds) for b in step.buckets],
         "picture": picture,
-        "events": list_events(step),
+        "step": step,
     }
 
 
@@ -184,15 +184,15 @@ def test_without_overlap_everything_is_exposed(design: str) -> None:
 
 
 @pytest.mark.parametrize(("design", "overlaps"), [("overlapped", True), ("flat", False)])
-def test_events_show_the_overlap(design, overlaps) -> None:
-    bars = run(design)["events"]
-    (backward,) = (bar for bar in bars if bar.name == "loss and backward")
-    assert backward.stop - backward.start == pytest.approx(LAYERS * COMPUTE)
-    buckets = [bar for bar in bars if bar.name.startswith("bucket")]
-    assert sum(bar.stop < backward.stop for bar in buckets) == (LAYERS - 1 if overlaps else 0)
+def test_records_show_the_overlap(design, overlaps) -> None:
+    step = run(design)["step"]
+    start, stop = step.backward
+    assert stop - start == pytest.approx(LAYERS * COMPUTE)
+    hidden = [bucket for bucket in step.buckets if bucket.done < stop]
+    assert len(hidden) == (LAYERS - 1 if overlaps else 0)
     seconds = TRAVEL * (1 if overlaps else LAYERS)
-    assert all(bar.stop - bar.start == pytest.approx(seconds) for bar in buckets)
-    assert all("weight" in bar.parameters for bar in buckets)
+    assert all(bucket.seconds == pytest.approx(seconds) for bucket in step.buckets)
+    assert all("weight" in bar.title for bar in list_bars(step) if bar.lane)
 
 
 @pytest.mark.parametrize(("design", "overlaps"), [("overlapped", True), ("flat", False)])
@@ -212,7 +212,7 @@ def test_buckets_in_flight_together_have_separate_lanes_and_count_once_as_hidden
     buckets = tuple(BucketRecord((), 1, 4, 0, sent, done, 0.0) for sent, done in spans)
     step = StepRecord((), backward=(0.0, 4.5), waiting=(4.5, 6.0), buckets=buckets)
     assert step.hidden_seconds == 4.0 + 0.25
-    assert [event.lane for event in list_events(step) if event.lane] == [1, 2, 1]
+    assert [bar.lane for bar in list_bars(step) if bar.lane] == [1, 2, 1, 1]
 
 
 def train_on_gloo() -> tuple:

@@ -146,6 +146,7 @@ class Run:
         # With find_unused_parameters, ranks use different experts, and the third is never used.
         self.module = Net(seed, drawn, 3 if self.routed else 1)
         self.twin = copy.deepcopy(self.module)
+        self.options = chosen
         self.model = self.compile(DDP(self.module, **chosen))
         self.draw = torch.Generator().manual_seed(seed)
         self.make_optimizers()
@@ -254,8 +255,8 @@ class Run:
     def copy(self) -> None:
         for module in (self.module, self.twin):
             module.zero_grad()
-        self.model = copy.deepcopy(self.model)
-        self.module = self.model.module
+        self.module = copy.deepcopy(self.model).module
+        self.model = DDP(self.module, **self.options)
         self.twin = copy.deepcopy(self.twin)
         self.make_optimizers()
 

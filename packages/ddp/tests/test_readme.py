@@ -47,9 +47,6 @@ FIGURES = {
     "needs {:.2f} times the processor time of `torch tuned`": lambda: one_host(
         case="step", design="25 MB"
     )["cpu_ratio_to_torch_tuned"],
-    "that sends all gradients is {:.3f} times the step of `torch tuned`": lambda: one_host(
-        case="bound"
-    )["bound_ratio_to_torch_tuned"],
     "With buckets of 25 MB, a step takes {:.2f} times this lower bound": lambda: ratio_to_bound(
         "25 MB"
     ),

@@ -184,7 +184,7 @@ def compare_with_torch_ddp(situation: str) -> tuple[str, str]:
         ("add layer", "equal"),
         ("read buffers", "equal"),
         ("skip optimizer step", "refused: the weights were changed"),
-        ("changed copy", "refused: the models differ across ranks"),
+        ("changed copy", "refused: a copy of a DDP does not average gradients"),
         ("replace module", "equal"),
         ("limit norms", "refused: the weights differ across ranks"),
         ("step in hooks", "refused: the weights differ across ranks"),
@@ -492,31 +492,22 @@ def share_gradients() -> list[str]:
         module = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False))
         model = DDP(module)
         model.require_backward_grad_sync = is_synchronized
-        copied = copy.deepcopy(model)
-        for layers in (module, copied.module):
-            memory = torch.zeros(50)
-            layers[0].weight.grad = memory[:25].view(5, 5)
-            layers[1].weight.grad = memory[25 - num_shared :][:25].view(5, 5)
+        memory = torch.zeros(50)
+        module[0].weight.grad = memory[:25].view(5, 5)
+        module[1].weight.grad = memory[25 - num_shared :][:25].view(5, 5)
         for program in (
             lambda model=model: model(torch.ones(1, 5)).sum().backward(),
-            lambda model=copied: model(torch.ones(1, 5)).sum().backward(),
             lambda module=module: DDP(module),
         ):
             with pytest.raises(RuntimeError) as error:
                 program()
             errors.append(str(error.value))
-    # The ranges of these gradients overlap, but no element is shared.
-    module = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False))
-    module[0].weight.grad, module[1].weight.grad = torch.zeros(5, 10).split(5, dim=1)
-    with warnings.catch_warnings(), torch.device("meta"):
-        warnings.simplefilter("ignore")
-        DDP(module)(torch.ones(1, 5, device="cpu")).sum().backward()
     return errors
 
 
 def test_parameters_that_share_one_gradient_are_refused() -> None:
     for errors in run_on_shared_ranks(share_gradients, 2):
-        assert len(errors) == 6
+        assert len(errors) == 4
         for error in errors:
             assert "expected a separate .grad of each parameter" in error
             assert "'0.weight' and '1.weight'" in error

@@ -44,10 +44,8 @@ def logging_data(replica: Replica, meter: Meter) -> dict[str, Any]:
         data["comm_hook"] = getattr(replica.comm_hook.hook, "__qualname__", "")
     for name in _ENVIRONMENT:
         data[name.lower()] = os.environ.get(name, "N/A")
-    if replica.is_connected:
-        data |= _group_data(replica) | _bucket_data(replica)
-        data |= _time_data(replica.reducer.num_steps, meter)
-    return data
+    data |= _group_data(replica) | _bucket_data(replica)
+    return data | _time_data(replica.reducer.num_steps, meter)
 
 
 def _group_data(replica: Replica) -> dict[str, Any]:

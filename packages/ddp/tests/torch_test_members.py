@@ -10,7 +10,6 @@ from ddp import DDP
 from ddp.compat import ReducerFacade
 from ddp.consistency.buffers import gather_participating_ranks
 from ddp.consistency.model_agreement import BROADCAST_BYTES, broadcast_tensors
-from ddp.consistency.unused_parameters import UnusedParameters
 from ddp.reducer import Reducer
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch_logging_data import logging_data
@@ -23,6 +22,8 @@ TORCH_SET_IGNORED = staticmethod(
 FILL = Reducer._fill
 # A rank without inputs fills no bucket.
 Reducer.unreported = ()
+#: All sets of parameters that were missing in a step.
+Reducer.patterns = frozenset()
 
 
 def record_and_fill(reducer, bucket):
@@ -32,22 +33,12 @@ def record_and_fill(reducer, bucket):
     for slot, index in enumerate(bucket.indices):
         if slot not in bucket.ready:
             reducer.unreported.append(index)
+    if bucket is reducer.buckets[-1]:
+        reducer.patterns |= {tuple(reducer.unreported)}
     FILL(reducer, bucket)
 
 
 Reducer._fill = record_and_fill
-
-
-class RecordedUnusedParameters(UnusedParameters):
-    """The unused parameters, and all sets of parameters that were missing in a step."""
-
-    def __init__(self):
-        super().__init__()
-        self.patterns = set()
-
-    def record(self, reducer, unused, options):
-        self.patterns.add(tuple(reducer.unreported))
-        super().record(reducer, unused, options)
 
 
 class TestedDDP(DDP):
@@ -57,10 +48,6 @@ class TestedDDP(DDP):
     _builtin_hook_name = ""
     _has_joined = False
     _set_params_and_buffers_to_ignore_for_model = TORCH_SET_IGNORED
-
-    def _create_process_state(self):
-        super()._create_process_state()
-        self._replica.unused = RecordedUnusedParameters()
 
     @property
     def reducer(self):
@@ -76,8 +63,8 @@ class TestedDDP(DDP):
 
     @property
     def bucket_bytes_cap_list(self):
-        sizes = self._options.bucket_size_mb
-        return [int(size * 2**20) for size in sizes] if isinstance(sizes, tuple) else []
+        sizes = self._options.bucket_bytes
+        return [int(size) for size in sizes] if len(sizes) > 1 else []
 
     def join_hook(self, **arguments):
         self._has_joined = True
@@ -115,7 +102,7 @@ class TestedDDP(DDP):
         self._options = replace(self._options, static_graph=True)
         self._replica.options = self._options
         self._replica.hooks.remove()
-        self._replica.make_reducer()
+        self._replica.reducer = self._replica._make_reducer()
 
     def _remove_autograd_hooks(self):
         self._replica.hooks.remove()
@@ -169,4 +156,4 @@ class TestedReducer(ReducerFacade):
         return used
 
     def _ddp_graph_static(self):
-        return len(self._replica.unused.patterns) < 2
+        return len(self._replica.reducer.patterns) < 2

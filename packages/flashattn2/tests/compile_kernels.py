@@ -14,15 +14,15 @@ import tempfile
 from pathlib import Path
 
 import triton
-from flashattn2.kernels import configs, dkdv, dq, forward, launch, row_sums
+from flashattn2.kernels import backward, configs, forward, launch, row_sums
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 KERNELS = {
     "forward": forward.forward_kernel,
     "sums": row_sums.sums_kernel,
-    "dq": dq.dq_kernel,
-    "dkdv": dkdv.dkdv_kernel,
+    "dq": backward.dq_kernel,
+    "dkdv": backward.dkdv_kernel,
 }
 ALIGNED = [["tt.divisibility", 16]]
 

@@ -172,7 +172,7 @@ def test_autocast_does_not_make_other_dtypes_match():
             out = flash_attention_with_kvcache(q, cache, cache, cache_seqlens=9)
             assert out.dtype == dtype
         for dtype in (torch.float32, torch.float64):
-            with pytest.raises(ValueError, match="expected caches with the dtype of q"):
+            with pytest.raises(ValueError, match="expected k_cache to have the dtype, device"):
                 flash_attention_with_kvcache(q, k.to(dtype), k.to(dtype), cache_seqlens=9)
 
 
@@ -407,8 +407,8 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         ({"q": Q[0]}, ValueError, r"4-dimensional, got shape \(4, 1, 16\)"),
         ({"q": Q[:1]}, ValueError, "batch 1 for q and 2 for k_cache; .* block_table"),
         ({"q": Q[:, :3]}, ValueError, "got 3 query heads and 2 key heads"),
-        ({"q": Q.half()}, ValueError, "of q, torch.float16, got torch.float32"),
-        ({"v_cache": CACHE[:, :, :7]}, ValueError, "v_cache to have the shape of k_cache"),
+        ({"q": Q.half()}, ValueError, "of q, torch.float16 .* got torch.float32"),
+        ({"v_cache": CACHE[:, :, :7]}, ValueError, "k_cache and v_cache to have the same shape"),
         ({"k": CACHE}, ValueError, "both k and v to append"),
         ({"k": CACHE[:1], "v": CACHE[:1]}, ValueError, r"k to be .* \(batch 2, kv_heads 2"),
         (dict.fromkeys("kv", CACHE[0, 0, 0]), ValueError, r"k to be .* got .* of shape \(16,\)"),
@@ -433,7 +433,7 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         (
             {"q": Q[..., :0], "k_cache": CACHE[..., :0]},
             ValueError,
-            "head dims of at least 1 and",
+            "a head dim of at least 1",
         ),
         (
             {"k_cache": CACHE[:, :, :0], "v_cache": CACHE[:, :, :0], "block_table": TABLE},

@@ -28,7 +28,10 @@ KV = torch.zeros(1, 2, 8, 16)
         ({"v": KV[:, :, :7]}, r"got shape \(1, 2, 8, 16\) and \(1, 2, 7, 16\)"),
         ({"q": Q.expand(2, -1, -1, -1)}, r"got batch 2 for q and 1 for k; expand\(\)"),
         ({"q": Q[..., :8]}, r"got head dim 8 for q and 16 for k"),
-        ({"k": KV.half()}, r"k to have the dtype, .* got torch.float16 .*; k.to\(q\) converts"),
+        (
+            {"k": KV.half()},
+            r"k to have the dtype, .* got torch.float16 .*; k.to\(q\) or q.to\(k\) converts",
+        ),
         ({"v": KV.to("meta")}, r"v to have .* of q, .* on cpu .* got .* on meta .*; v.to\(q\)"),
         ({"q": Q[:, :3]}, r"heads % kv_heads == 0, got 3 query heads and 2 key heads"),
         (dict.fromkeys("qkv", Q.int()), r"expected float64, .* got dtype torch.int32"),

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accounting.memory.live import LiveMemory
-from llmsys_suite import splits
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.learning import choice
 from llmsys_suite.learning.state import CHECKPOINT
@@ -34,6 +33,7 @@ from llmsys_suite.measure.samples import PEER, SINGLE
 from llmsys_suite.model import ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Skipped
+from llmsys_suite.splits import split_model as splits
 from llmsys_suite.splits.pipeline import SCHEDULES
 from llmsys_suite.stages import (
     attention,

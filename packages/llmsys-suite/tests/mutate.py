@@ -41,13 +41,13 @@ from llmsys_suite.learning import evaluation
 from llmsys_suite.ranks import worker
 from llmsys_suite.ranks.failure import KEY, report_failure
 from llmsys_suite.ranks.launch import launch
-from llmsys_suite.ranks.progress import Progress
-from llmsys_suite.ranks.rank import Run
+from llmsys_suite.ranks.rank import Progress, Run
 from llmsys_suite.stages import links, parallel, plan, scale, train
 from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants import list_variants
 from llmsys_suite.variants.initial_weights import draw
 from reported_figures import doubled, figures
+from run_folders import create_folder
 
 #: Quick faults, one or two of each family, for the fast tests.
 QUICK = (
@@ -274,7 +274,7 @@ def _inject(run: Run, fault: Fault, honest: dict[str, Any], out: Path) -> Outcom
     assert config.out is not None
     run.config = replace(config, out=out)
     if run.rank == 0:
-        run.folder = RunFolder.create(run.config, {})
+        run.folder = create_folder(run.config, {})
         if (config.out / MODEL).exists():
             shutil.copy(config.out / MODEL, out / MODEL)
         if "train" in honest:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import tinyml
 import torch
-from llmsys_suite.audit import events, peers, training_checks
+from llmsys_suite.audit import peers, training_checks
 from llmsys_suite.audit.check import Check, Sources, compare_rows
 from llmsys_suite.audit.inputs import compare_with_file
 from llmsys_suite.audit.run import catch_errors, check_again
-from llmsys_suite.audit.stage_checks import compress, timing
+from llmsys_suite.audit.stage_checks import compress, parallel, timing
 from llmsys_suite.audit.stage_checks import scale as scale_checks
 from llmsys_suite.audit.text import iter_heldout_windows, read_bytes
 from llmsys_suite.audit.training_checks import plan as plan_checks
@@ -26,7 +26,6 @@ from llmsys_suite.audit.training_checks import wire as wire_checks
 from llmsys_suite.audit.training_checks.data import get_json_values
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import (
     CORE_WAIT,
@@ -45,6 +44,7 @@ from llmsys_suite.stages.compress import METHODS
 from llmsys_suite.text.data import read_text
 from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.stored_tensors import count_stored_bytes
+from run_folders import create_folder
 from safetensors.torch import save_file
 from tinyml.quantization.int8 import Int8Linear
 
@@ -317,7 +317,8 @@ def test_inputs_that_are_not_rounded_to_eight_bits_fail(monkeypatch, largest, pa
         step = inputs.abs().amax(-1, keepdim=True) / largest
         return (inputs / step).round() * step @ layer.weight.T
 
-    monkeypatch.setitem(Int8Linear.implementations, "int8", multiply)
+    for name in ("int8", "float32"):
+        monkeypatch.setitem(Int8Linear.implementations, name, multiply)
     with torch.no_grad():
         distances = [distance for distance, _ in compress.compare_layer_outputs(model, small)]
     assert len(distances) == 15
@@ -775,12 +776,12 @@ def test_schedules_are_distinguished_by_their_events():
     gpipe = ["forward"] * 4 + ["backward"] * 4
     last_of_1f1b = ["forward", "backward"] * 4
     name = "pipeline ({})".format
-    assert events.count_max_in_flight(gpipe) == 4
-    assert events.count_max_in_flight(last_of_1f1b) == 1
-    assert events.compute_expected_in_flight(name("GPipe"), 1, 2, 4) == 4
-    assert events.compute_expected_in_flight(name("1F1B"), 1, 2, 4) == 1
-    assert events.compute_expected_in_flight(name("1F1B"), 0, 2, 4) == 2
-    assert events.compute_expected_in_flight("tensor (Megatron)", 0, 2, 4) is None
+    assert parallel.count_max_in_flight(gpipe) == 4
+    assert parallel.count_max_in_flight(last_of_1f1b) == 1
+    assert parallel.compute_expected_in_flight(name("GPipe"), 1, 2, 4) == 4
+    assert parallel.compute_expected_in_flight(name("1F1B"), 1, 2, 4) == 1
+    assert parallel.compute_expected_in_flight(name("1F1B"), 0, 2, 4) == 2
+    assert parallel.compute_expected_in_flight("tensor (Megatron)", 0, 2, 4) is None
 
 
 @pytest.mark.parametrize(
@@ -892,7 +893,7 @@ def test_runs_that_fix_no_scaling_law_have_the_reason_and_no_law():
 def finished(path, change=lambda samples: None):
     plan, train, samples, evidence = honest()
     config = RunConfig(**{**vars(CONFIG), "stages": ("plan", "train", "audit"), "out": path})
-    folder = RunFolder.create(config, {})
+    folder = create_folder(config, {})
     change(samples)
     folder.append_samples(samples)
     folder.add_stage("plan", plan)
@@ -972,7 +973,7 @@ def test_a_figure_of_another_type_is_a_failed_check(tmp_path):
 
 
 def test_a_run_without_an_audit_is_refused(tmp_path):
-    folder = RunFolder.create(RunConfig(out=tmp_path / "run"), {})
+    folder = create_folder(RunConfig(out=tmp_path / "run"), {})
     with pytest.raises(UsageError, match="is an incomplete run"):
         check_again(folder)
     folder.finish()

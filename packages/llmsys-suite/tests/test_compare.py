@@ -21,6 +21,7 @@ from llmsys_suite.report.compare import (
     compute_round_ratios,
 )
 from llmsys_suite.results import Audit, Plan, Skipped, Train
+from run_folders import create_folder
 
 ENVIRONMENT = {"processor": "abacus", "cores": 2, "gpus": [], "cpu_flags": ["avx2", "fma"]}
 ENVIRONMENT |= {"threads": 1}
@@ -50,7 +51,7 @@ def make_run(
     **config,
 ):
     """Create a run whose rounds are slow or fast as a whole, with noise in each step."""
-    folder = RunFolder.create(RunConfig(out=path, steps=rounds, **config), environment)
+    folder = create_folder(RunConfig(out=path, steps=rounds, **config), environment)
     random = np.random.default_rng(seed)
     rows, taken = [], 0
     for step in range(rounds):

@@ -289,7 +289,7 @@ def test_a_shape_is_a_size_if_heads_have_an_even_width():
     config = resolve(["plan"], preset="cpu", size="64x96x3x4")
     assert predict(config).parameters == 2 * 256 * 64 + 3 * (4 * 64**2 + 3 * 64 * 96 + 128) + 64
     for name in ("64x96x3x5", "60x96x3x4"):
-        with pytest.raises(UsageError, match=r"does not split into . heads of an even width"):
+        with pytest.raises(UsageError, match=r"twice the number of heads, got"):
             get_size(name)
 
 

@@ -11,8 +11,7 @@ from llmsys_suite.audit import inputs, probe, reference, tolerances
 from llmsys_suite.config import RunConfig
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.ranks import worker
-from llmsys_suite.ranks.progress import Progress
-from llmsys_suite.ranks.rank import Run
+from llmsys_suite.ranks.rank import Progress, Run
 from llmsys_suite.text.data import load_corpus
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.initial_weights import build_seeded_model

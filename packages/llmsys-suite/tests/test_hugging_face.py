@@ -6,10 +6,10 @@ import pytest
 import torch
 from llmsys_suite import cli
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.folder import RunFolder
 from llmsys_suite.hugging_face import export_model, import_model
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.text.generation import MODEL
+from run_folders import create_folder
 from safetensors.torch import save_file
 
 SHAPE = ModelConfig(d_model=16, d_ff=24, num_layers=2, num_heads=2, vocabulary=50, context=12)
@@ -118,7 +118,7 @@ def test_files_that_do_not_fit_together_are_refused(exported):
 
 
 def test_the_command_exports_the_trained_model_to_a_new_folder_only(tmp_path):
-    run = RunFolder.create(RunConfig(size="mini", context=16, out=tmp_path / "run"), {})
+    run = create_folder(RunConfig(size="mini", context=16, out=tmp_path / "run"), {})
     trained = Decoder(ModelConfig.from_size("mini", context=16))
     save_file(trained.state_dict(), run.path / MODEL)
     arguments = ["export", str(run.path), str(tmp_path / "model")]

@@ -12,22 +12,21 @@ from llmsys_suite.audit.run import catch_errors
 from llmsys_suite.audit.stage_checks import learn as learn_checks
 from llmsys_suite.audit.stage_checks import probed_step
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.folder import RunFolder
 from llmsys_suite.learning import choice, evaluation
 from llmsys_suite.learning import state as training_state
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.ranks.progress import Progress
-from llmsys_suite.ranks.rank import Run
+from llmsys_suite.ranks.rank import Progress, Run
 from llmsys_suite.results import Train
-from llmsys_suite.splits import SplitModel
+from llmsys_suite.splits.split_model import SplitModel
 from llmsys_suite.stages import learn
 from llmsys_suite.start import execute
 from llmsys_suite.text.data import load_corpus
 from llmsys_suite.text.generation import MODEL, generate_text, load_model
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.single import Variant
+from run_folders import create_folder
 from safetensors.torch import save_file
 from worker_pool import run_on_shared_ranks, run_ranks
 
@@ -65,7 +64,7 @@ def make_run(out, resume, learn_rows=ROWS, options=None):
         recorder=Recorder(rank, cpu),
         progress=Progress(enabled=False),
     )
-    run.folder = RunFolder.create(config, {}) if rank == 0 else None
+    run.folder = create_folder(config, {}) if rank == 0 else None
     return run
 
 
@@ -345,7 +344,7 @@ def test_the_fastest_that_can_learn_is_chosen():
 
 
 def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp_path, capsys):
-    folder = RunFolder.create(RunConfig(size="mini", context=16, out=tmp_path), {})
+    folder = create_folder(RunConfig(size="mini", context=16, out=tmp_path), {})
     with pytest.raises(UsageError, match=r"to have model\.safetensors; run the stage learn"):
         cli.app(["sample", str(tmp_path)], standalone_mode=False)
     trained = Decoder(ModelConfig.from_size("mini", context=16))

@@ -20,14 +20,14 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import clocks, network
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import CORE_WAIT, SINGLE, compute_needed_seconds
-from llmsys_suite.ranks.progress import Progress
-from llmsys_suite.ranks.rank import Run
+from llmsys_suite.ranks.rank import Progress, Run
 from llmsys_suite.stages import train
 from llmsys_suite.stages.train import _train, count_received, take_timed_step
 from llmsys_suite.text.data import load_corpus
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.initial_weights import draw_initial_weights
 from llmsys_suite.variants.single import Variant
+from run_folders import create_folder
 from worker_pool import run_on_shared_ranks, run_ranks
 
 ROUNDS = 15
@@ -67,7 +67,7 @@ def processor_seconds(folder):
         recorder=Recorder(rank, cpu),
         progress=Progress(enabled=False),
     )
-    run.folder = RunFolder.create(config, {}) if rank == 0 else None
+    run.folder = create_folder(config, {}) if rank == 0 else None
     batch = run.draw_batch(0, split=True)
     idle, real = Idle(run, run.model), VARIANTS["ddp flat"](run, run.model)
     overhead, trained = [], []
@@ -119,7 +119,7 @@ def received_by_a_late_rank(folder, variant):
         recorder=Recorder(rank, cpu),
         progress=Progress(enabled=False),
     )
-    run.folder = RunFolder.create(config, {}) if rank == 0 else None
+    run.folder = create_folder(config, {}) if rank == 0 else None
 
     class Late(network.Received):
         def __init__(self):
@@ -158,7 +158,7 @@ def count_living_variants(folder):
         corpus=load_corpus(Path(__file__)),
         recorder=Recorder(0, cpu),
         progress=Progress(enabled=False),
-        folder=RunFolder.create(config, {}),
+        folder=create_folder(config, {}),
     )
     run.results["plan"] = SimpleNamespace(
         variants_fit_together=False, step_flops_causal=1, peak=1.0

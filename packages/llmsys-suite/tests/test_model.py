@@ -86,12 +86,12 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"d_model": 6, "num_heads": 2}, "need an even head_dim, got 3"),
+        ({"d_model": 6, "num_heads": 2}, "twice the number of heads, got"),
         ({"d_model": 24, "num_heads": 5}, "d_model to be a multiple of 10, twice .*, got 24"),
-        ({"num_heads": 0}, "num_heads >= 1, got 0"),
-        ({"context": -1}, "context >= 1, got -1"),
-        ({"d_ff": 2.5}, r"d_ff >= 1, got 2\.5"),
-        ({"vocabulary": True}, "vocabulary >= 1, got True"),
+        ({"num_heads": 0}, "num_heads to be an integer >= 1, got 0"),
+        ({"context": -1}, "context to be an integer >= 1, got -1"),
+        ({"d_ff": 2.5}, r"d_ff to be an integer >= 1, got 2\.5"),
+        ({"vocabulary": True}, "vocabulary to be an integer >= 1, got True"),
     ],
 )
 def test_a_shape_that_no_model_can_have_is_refused(change, complaint):
@@ -106,8 +106,6 @@ def test_a_shape_that_no_model_can_have_is_refused(change, complaint):
 def test_a_rotation_never_broadcasts(x, table):
     with pytest.raises(ValueError, match="expected rope of shape"):
         rotate(torch.ones(x), compute_rotary_table(*table))
-    with pytest.raises(ValueError, match="need an even head_dim"):
-        compute_rotary_table(3, 7)
 
 
 @pytest.mark.parametrize("context", [1, 9])

@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmsys_suite import splits
 from llmsys_suite.audit import reference
-from llmsys_suite.config import Layout, RunConfig, UsageError, find_group_size
+from llmsys_suite.config import (
+    Layout,
+    RunConfig,
+    UsageError,
+    build_possible_layouts,
+    find_group_size,
+)
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.ranks.progress import Progress
-from llmsys_suite.ranks.rank import Run
+from llmsys_suite.ranks.rank import Progress, Run
+from llmsys_suite.splits.split_model import SplitModel
 from llmsys_suite.stages import parallel
 from llmsys_suite.text.data import load_corpus
 from worker_pool import run_ranks
@@ -64,8 +69,8 @@ def test_reference_loss_takes_the_rows_of_one_rank_at_a_time(monkeypatch):
 def far_from_one_process():
     run = a_run()
     trained = []
-    for layout in splits.build_possible_layouts(SHAPE, run.world, CONFIG.rows).values():
-        split = splits.SplitModel(run, SHAPE, layout)
+    for layout in build_possible_layouts(SHAPE, run.world, CONFIG.rows).values():
+        split = SplitModel(run, SHAPE, layout)
         losses = [
             parallel.average_over_ranks(run, split.step(*split.draw_batch(step)))
             for step in range(STEPS)
@@ -117,4 +122,4 @@ def test_models_that_cannot_be_split_are_refused(monkeypatch, layout, change, co
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match=complaint):
-        splits.SplitModel(a_run(), replace(SHAPE, **change), layout)
+        SplitModel(a_run(), replace(SHAPE, **change), layout)

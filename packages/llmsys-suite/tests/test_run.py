@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.ranks import worker
-from llmsys_suite.ranks.progress import Progress
-from llmsys_suite.ranks.rank import Run
+from llmsys_suite.ranks.rank import Progress, Run
 from llmsys_suite.stages import scale
 from llmsys_suite.text.data import load_corpus
+from run_folders import create_folder
 from worker_pool import run_ranks
 
 
@@ -34,7 +33,7 @@ def a_run(folder=None, seconds=2):
         corpus=load_corpus(Path(__file__)),
         recorder=Recorder(rank, torch.device("cpu")),
         progress=Progress(enabled=False),
-        folder=RunFolder.create(config, {}) if folder and rank == 0 else None,
+        folder=create_folder(config, {}) if folder and rank == 0 else None,
         store=dist.FileStore(os.environ["STORE_FILE"], world),
     )
     worker.make_group(run)

@@ -18,7 +18,7 @@ from llmsys_suite.config import UsageError
 from llmsys_suite.model import Decoder, plain_attention
 from llmsys_suite.step import kernels, process, report, sweep
 from llmsys_suite.step.case import PHASES, Case
-from llmsys_suite.step.training import Step
+from llmsys_suite.step.process import Step
 from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 

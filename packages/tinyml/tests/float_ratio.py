@@ -36,7 +36,7 @@ def float_over(ours, linear, x, claim, products=10**8, clock=time.perf_counter):
         return clock() - start
 
     seconds(ours)
-    if layer.always is None and layer._choose_implementation(x) == "float":
+    if layer.reference == "float" and layer._choose_implementation(x) == "float":
         linear[0].weight = nn.Parameter(layer._prepared["float"], requires_grad=False)
     seconds(linear)
     ratios = []

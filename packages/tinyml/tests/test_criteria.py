@@ -131,7 +131,7 @@ def test_bad_criteria_are_refused():
     for options, match in (
         ({"criterion": "random"}, "expected criterion 'wanda'"),
         ({"criterion": "taylor"}, "expected loss"),
-        ({"loss": loss}, "for criterion='taylor' only"),
+        ({"loss": loss}, "for criterion='taylor' and no other"),
         ({"scope": "layer"}, "expected scope 'group' or 'global'"),
     ):
         with pytest.raises(ValueError, match=match):

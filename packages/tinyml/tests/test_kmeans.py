@@ -131,17 +131,6 @@ def test_the_zero_row_of_padding_stays_zero(tmp_path):
     assert kmeans_quantize(model, 2)(tokens)[0].any()
 
 
-def test_files_with_a_zero_row_in_the_format_are_read(tmp_path):
-    model = nn.Sequential(nn.Embedding(40, 16, padding_idx=3))
-    quantized = kmeans_quantize(model, 2)
-    expected = quantized[0].weight.detach()
-    palette = quantized[0].parametrizations.weight[0]
-    palette.zero_row = None
-    palette.format = lambda: [2, 40, 16, -1 - 3]  # as earlier versions wrote it
-    save(quantized, tmp_path / "model.safetensors")
-    assert torch.equal(load(model, tmp_path / "model.safetensors")[0].weight, expected)
-
-
 def test_bits_by_layer_leave_the_others():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     quantized = kmeans_quantize(model, {"1": 2})

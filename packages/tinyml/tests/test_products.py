@@ -10,16 +10,21 @@ from figures import assert_at_least, assert_at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinyml import quantize, timing
-from tinyml.quantization import fastest_linear, products
+from tinyml.quantization import fastest_linear, int8, products
 from tinyml.quantization.int8 import Int8Linear
-from tinyml.quantization.products import IMPLEMENTATIONS, Int8Weights
+from tinyml.quantization.products import (
+    fits_float32,
+    multiply_in_float32,
+    multiply_in_float64,
+    multiply_in_int8,
+)
 from tinyml.timing import Timing
 from torch import nn
 
 
 @pytest.fixture(autouse=True)
 def _measure_anew(monkeypatch):
-    monkeypatch.setattr(products, "_timings", {})
+    monkeypatch.setattr(fastest_linear, "_timings", {})
 
 
 def codes(rows, columns, seed):
@@ -27,24 +32,32 @@ def codes(rows, columns, seed):
     return torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
 
 
+def list_sums(weight, inputs):
+    """Return the sums of every implementation that supports the shape, and is exact there."""
+    dense = weight.float()
+    sums = [multiply_in_float32(dense, inputs, in_parts=True), multiply_in_float64(weight, inputs)]
+    if fits_float32(weight):
+        sums.append(multiply_in_float32(dense, inputs, in_parts=False))
+    with contextlib.suppress(RuntimeError):  # the shape is not supported
+        if products.is_int8_exact(weight, inputs):
+            sums.append(multiply_in_int8(weight, inputs))
+    return sums
+
+
 @settings(max_examples=25)
 @given(m=st.integers(1, 40), k=st.integers(1, 300), n=st.integers(1, 40), seed=st.integers(0, 99))
 def test_the_product_is_exact(m, k, n, seed):
     a, b = codes(m, k, seed), codes(n, k, seed + 1)
     a = a.clamp(min=-127)
-    sums = Int8Weights(b).compute_product(a)
-    assert torch.equal(sums.to(torch.int32), a.int() @ b.int().t())
+    for sums in list_sums(b, a.float()):
+        assert torch.equal(sums.to(torch.int32), a.int() @ b.int().t())
 
 
 @pytest.mark.parametrize("k", [1, 16, 1032, 1033, 5000])
 def test_every_implementation_is_exact_where_sums_are_largest(k):
-    a, b = torch.full((3, k), -127, dtype=torch.int8), torch.full((17, k), -128, dtype=torch.int8)
-    weights = Int8Weights(b)
-    names = weights.get_timing(a).milliseconds
-    assert {"float32", "float64"} <= names.keys()
-    assert weights.is_exact_in_float32 == (k * 127 * 128 <= 2**24)
-    for name in names:
-        sums = IMPLEMENTATIONS[name](weights, a)
+    a, b = torch.full((3, k), -127.0), torch.full((17, k), -128, dtype=torch.int8)
+    assert fits_float32(b) == (k * 127 * 128 <= 2**24)
+    for sums in list_sums(b, a):
         assert (sums.to(torch.int64) == k * 127 * 128).all()
 
 
@@ -54,32 +67,38 @@ def int8_time(request, monkeypatch):
 
     def milliseconds(call, least_seconds=0.0):
         call()
-        return request.param if call.func is products.IMPLEMENTATIONS["int8"] else 1.0
+        return request.param if call.func is Int8Linear._multiply_in_int8 else 1.0
 
     monkeypatch.setattr(timing, "measure_ms", milliseconds)
 
 
-def test_a_wrong_product_is_found_out_and_left_out(monkeypatch, int8_time):
-    right = IMPLEMENTATIONS["int8"]
-    clipped = {"int8": lambda w, x: right(w, x).clamp(max=2**20)}
-    monkeypatch.setattr("tinyml.quantization.products.IMPLEMENTATIONS", IMPLEMENTATIONS | clipped)
-    a, b = codes(33, 512, 0), codes(64, 512, 1)
-    weights = Int8Weights(b)
-    assert weights.get_timing(a).selected != "int8"
-    assert torch.equal(weights.compute_product(a).to(torch.int32), a.int() @ b.int().t())
+@pytest.mark.parametrize("may_stay_float", [False, True])
+def test_a_wrong_product_is_found_out_and_left_out(may_stay_float, monkeypatch, int8_time):
+    torch.manual_seed(0)
+    layer = Int8Linear(nn.Linear(512, 64), may_stay_float=may_stay_float)
+    inputs = torch.randn(33, 512)
+    expected = layer.implementations[layer.reference](layer, inputs)
+
+    def clipped(weight, x):
+        return multiply_in_int8(weight, x).clamp(max=2**20)
+
+    monkeypatch.setattr(products, "multiply_in_int8", clipped)
+    monkeypatch.setattr(int8, "multiply_in_int8", clipped)
+    assert layer.get_timing(inputs).selected == layer.reference
+    assert torch.equal(layer(inputs), expected)
 
 
 def test_pairs_that_clip_in_16_bits_are_found_at_one_token(monkeypatch, int8_time):
-    def clipping(weights, inputs):  # u8 times s8, pairs added in 16 bits, as without VNNI
+    def clipping(weight, inputs):  # u8 times s8, pairs added in 16 bits, as without VNNI
         shifted = inputs.int() + 128
-        pairs = shifted[:, None] * weights.codes.int()
+        pairs = shifted[:, None] * weight.int()
         pairs = pairs.view(*pairs.shape[:2], -1, 2).sum(-1).clamp(-(2**15), 2**15 - 1)
-        return pairs.sum(-1) - 128 * weights.codes.int().sum(1)
+        return pairs.sum(-1) - 128 * weight.int().sum(1)
 
-    monkeypatch.setattr(
-        "tinyml.quantization.products.IMPLEMENTATIONS", IMPLEMENTATIONS | {"int8": clipping}
-    )
-    assert Int8Weights(codes(32, 64, 0)).get_timing(torch.ones(1, 64)).selected != "int8"
+    monkeypatch.setattr(products, "multiply_in_int8", clipping)
+    monkeypatch.setattr(int8, "multiply_in_int8", clipping)
+    layer = Int8Linear(nn.Linear(64, 32))
+    assert layer.get_timing(torch.ones(1, 64)).selected == "float32"
 
 
 PROGRAM = """
@@ -116,12 +135,11 @@ def test_the_bits_are_the_same_on_every_processor(processor, run_on):
 
 def test_loaded_weights_are_the_ones_that_multiply():
     torch.manual_seed(0)
-    saved, other = (Int8Linear(nn.Linear(64, 32), may_stay_float=f) for f in (False, True))
+    saved, other = Int8Linear(nn.Linear(64, 32)), Int8Linear(nn.Linear(64, 32))
     inputs = torch.randn(5, 64)
     expected = saved(inputs)
     other(inputs)  # its prepared weights are those of the old codes
     other.load_state_dict(saved.state_dict())
-    other.always = "int8"
     assert torch.equal(other(inputs), expected)
     with torch.no_grad():
         saved.weight_codes.zero_()
@@ -133,9 +151,10 @@ def test_auto_stays_in_float_where_that_is_faster_and_says_so(wins, monkeypatch)
     monkeypatch.setattr(
         fastest_linear,
         "measure",
-        lambda implementations, inputs, is_correct, reference: Timing(wins, {"float": 1.0}, {}),
+        lambda implementations, inputs, is_correct, reference: Timing(
+            wins if wins in implementations else reference, {"float": 1.0}, {}
+        ),
     )
-    monkeypatch.setattr(fastest_linear, "_timings", {})
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
     inputs = torch.randn(4, 64)
     auto, dynamic = (quantize(model, activations=a) for a in ("auto", "dynamic"))
@@ -162,17 +181,21 @@ def test_the_first_call_may_have_any_strides_and_leaves_random_numbers_as_they_a
         assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_dense_codes_stay_for_the_numbers_of_tokens_that_use_them(monkeypatch):
-    selected = {1: "float64", 32: "float32"}
+def test_unused_forms_of_the_weight_are_not_kept(monkeypatch):
+    selected = {1: "int8", 32: "float32"}
     monkeypatch.setattr(
-        products, "measure", lambda calls, inputs, right: Timing(selected[len(inputs)], {}, {})
+        fastest_linear,
+        "measure",
+        lambda implementations, inputs, is_correct, reference: Timing(
+            selected[len(inputs)], {}, {}
+        ),
     )
-    weights = Int8Weights(codes(16, 16, 0))
-    dense = []
-    for tokens in (1, 32, 1, 32):
-        weights.compute_product(torch.ones(tokens, 16))
-        dense.append(vars(weights).get("dense"))
-    assert dense[1] is dense[3] is not None
+    layer = Int8Linear(nn.Linear(64, 32))
+    names = []
+    for tokens in (1, 32, 1):
+        layer(torch.ones(tokens, 64))
+        names.append(list(layer._prepared))
+    assert names == [[], ["float32"], ["float32"]]
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
@@ -242,8 +265,9 @@ def test_sums_are_exact_under_autocast():
 
 
 def test_sums_follow_a_change_of_the_precision_of_float32(monkeypatch):
-    only = {name: IMPLEMENTATIONS[name] for name in ("float32", "float64")}
-    monkeypatch.setattr("tinyml.quantization.products.IMPLEMENTATIONS", only)
+    monkeypatch.setattr(
+        fastest_linear, "measure", lambda *arguments: Timing(arguments[-1], {}, {})
+    )  # the reference
     layer = quantize(nn.Linear(300, 200), 8, activations="dynamic")
     x = torch.randn(3, 300)
     expected = layer(x)
@@ -255,16 +279,13 @@ def test_sums_follow_a_change_of_the_precision_of_float32(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`:FutureWarning")  # by torch.func.jvp
-def test_derivatives_in_both_modes_are_those_of_the_dense_weight():
+def test_derivatives_are_those_of_the_dense_weight_and_forward_mode_is_refused():
     model = quantize(nn.Sequential(nn.Linear(24, 8)), 8, activations="dynamic")
-    weight = model[0].weight
     inputs, tangent = torch.randn(5, 24), torch.randn(5, 24)
-    outputs, change = torch.func.jvp(model, (inputs,), (tangent,))
-    assert torch.equal(outputs, model(inputs))
-    assert torch.equal(change, tangent @ weight.t())
     # `jacrev` uses `vmap`, in which torch refuses random numbers.
-    for jacobian in (torch.func.jacfwd, torch.func.jacrev):
-        assert torch.allclose(jacobian(model)(inputs[0]), weight)
+    assert torch.allclose(torch.func.jacrev(model)(inputs[0]), model[0].weight)
+    with pytest.raises(NotImplementedError, match="forward-mode derivatives of Int8Linear"):
+        torch.func.jvp(model, (inputs,), (tangent,))
 
 
 @pytest.mark.parametrize(("bits", "activations"), [(8, "dynamic"), (8, "auto"), (4, "auto")])
@@ -293,7 +314,7 @@ def test_prepared_weights_may_be_discarded_by_another_thread():
 
 def test_an_error_of_the_float_implementation_is_raised():
     model = quantize(nn.Sequential(nn.Linear(64, 32)), 8, activations="dynamic")
-    model[0].always = None
+    model[0].reference = "float"
     with pytest.raises(RuntimeError, match="shape"):
         model(torch.randn(4, 32))
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from tinyml import prune_channels
 from torch import nn
-from transformers_cache import cache_name
+from transformers_cache import get_cache_name
 
 WIDTH, HEADS = 32, 4
 TOKENS = torch.arange(6).view(2, 3)
@@ -305,7 +305,7 @@ def test_layer_numbers_and_the_cache_of_transformers_stay():
     assert [block.attn.layer_idx for block in small.transformer.h] == list(range(2))
     with torch.no_grad():
         whole = small(tokens).logits[:, -1]
-        name = cache_name(small)
+        name = get_cache_name(small)
         past = getattr(small(tokens[:, :-1]), name)
         last = small(tokens[:, -1:], **{name: past}).logits[:, -1]
     torch.testing.assert_close(last, whole, rtol=1e-4, atol=1e-5)

@@ -15,7 +15,7 @@ def _kernel_wins(monkeypatch):
 
     def kernel(implementations, inputs, is_correct, reference):
         try:
-            uses_kernel = "weights alone" in implementations and is_correct("weights alone")
+            uses_kernel = "weights alone" in implementations and is_correct()
         except RuntimeError:  # the kernel does not support the shape
             uses_kernel = False
         return Timing("weights alone" if uses_kernel else reference, {reference: 1.0}, {})

@@ -1521,7 +1521,7 @@ def move_parameters():
     ours.step()
     assert len(ours.state) == len(list(model.parameters()))
     ours.state[model[0].weight] = {"average": torch.zeros(7, 5)}
-    with pytest.raises(RuntimeError, match=r"as the keys of `state`, got a .* of shape \(7, 5\)"):
+    with pytest.raises(RuntimeError, match="got another object, or entries of 1 parameters"):
         ours.step()
     # SGD without momentum has no state.
     model = make()
@@ -1529,7 +1529,7 @@ def move_parameters():
     mean_square(model, batch(0, 0)[0].double()).backward()
     ours.step()
     ours.state[model[0].weight]["average"] = torch.zeros(7, 5)
-    with pytest.raises(RuntimeError, match=r"as the keys of `state`, got a .* of shape \(7, 5\)"):
+    with pytest.raises(RuntimeError, match="got another object, or entries of 1 parameters"):
         ours.step()
     return True
 

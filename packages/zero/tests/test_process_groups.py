@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from emulated_hosts import emulated_hosts, why_not
+from emulated_hosts import emulated_hosts, explain_refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -28,7 +28,7 @@ from zero.partition import partition_by_element, partition_by_parameter
 
 DEADLINE = 300.0
 CLONE_NEWNET = 0x40000000  # of Linux's sched.h
-REASON = why_not()
+REASON = explain_refusal()
 
 
 def exhaustive(value):

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from emulated_hosts import emulated_hosts, run_everywhere, why_not
+from emulated_hosts import emulated_hosts, explain_refusal, run_everywhere
 from figures import assert_at_most
 
 pytestmark = pytest.mark.timing
-REASON = why_not()
+REASON = explain_refusal()
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 

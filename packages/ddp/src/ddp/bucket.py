@@ -6,9 +6,9 @@
 #
 # The flags are summed together with the gradients. The sums show every rank, without another
 # collective, whether all ranks participated, took an optimizer step and had gradients of the same
-# parameters. A rank is suspect if `check_nan=True` found NaN, or if its weights changed between the
-# start of the last forward pass and the launch of the last bucket. The ranks exchange reports only
-# if the sums are not the expected ones.
+# parameters. A rank is suspect if its weights changed between the start of the last forward pass
+# and the launch of the last bucket. The ranks exchange reports only if the sums are not the
+# expected ones.
 #
 # By default, `parameter.grad` is a view of the buffer, so the all-reduce changes `.grad` itself.
 # Complex gradients are stored as pairs of real numbers.
@@ -57,14 +57,11 @@ class Bucket:
     ready: set[int] = field(default_factory=set)
     #: Slots without a gradient on this rank, which contribute zeros.
     missing: set[int] = field(default_factory=set)
-    #: Slots whose gradient contains NaN on this rank.
-    nan_slots: set[int] = field(default_factory=set)
     #: Slots of final gradients that are not copied into the buffer yet.
     deferred: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._index_views()
-        self._expected_flags: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _index_views(self) -> None:
         #: The tensor that `.grad` becomes in each slot. It is an alias of the view, not the view:
@@ -200,16 +197,7 @@ class Bucket:
         """Reset the state of the step."""
         self.ready.clear()
         self.missing.clear()
-        self.nan_slots.clear()
         self.deferred.clear()
-
-    def record_nan_slots(self) -> None:
-        """Record the slots whose gradient contains NaN in `nan_slots`."""
-        # The sum is NaN if an element is NaN, or if infinities cancel. Only then check each view.
-        if bool(self.gradients.sum().isnan()):
-            for slot, view in enumerate(self.views):
-                if bool(view.isnan().any()):
-                    self.nan_slots.add(slot)
 
     def write_flags(self, *, is_participating: bool, has_stepped: bool, is_suspect: bool) -> None:
         """Write this rank's flags after the gradients."""
@@ -221,10 +209,7 @@ class Bucket:
 
     def has_usual_flags(self, world_size: int, *, has_stepped: bool) -> bool:
         """Return True if all ranks have all gradients and this `has_stepped`, without a suspect."""
-        if world_size not in self._expected_flags:
-            usual, stepped = self._usual_flags
-            self._expected_flags[world_size] = (usual * world_size, stepped * world_size)
-        return torch.equal(self.flags, self._expected_flags[world_size][has_stepped])
+        return torch.equal(self.flags, self._usual_flags[has_stepped] * world_size)
 
     @cached_property
     def _usual_flags(self) -> tuple[Tensor, Tensor]:

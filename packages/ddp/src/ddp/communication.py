@@ -106,11 +106,6 @@ class BucketReduction:
         launches_in_callbacks = self.collectives[-1].launches_in_callbacks
         return launches_in_callbacks and self._is_on_cpu and not self.is_done
 
-    @property
-    def is_hook_completed(self) -> bool:
-        """True if the future of the communication hook has a value, so `advance` does not wait."""
-        return bool(self.collectives[-1].work.done())
-
     def advance(self) -> None:
         """Wait for the current collective, then launch the next one if there is one."""
         collective = self.collectives[-1]
@@ -168,25 +163,15 @@ class RunningReductions:
         #: Reductions whose current collective is polled for the time of its completion.
         self._polled: list[BucketReduction] = []
 
-    def prepare_launch(self, *, wait: bool) -> bool:
-        """Return True if another bucket can be launched now.
-
-        With a communication hook on CPUs, a bucket is launched only after the previous bucket has
-        been reduced. If it has not, the method waits with `wait=True`, and returns False otherwise.
-        """
-        if not self.launched or not self.launched[-1].blocks_next_bucket:
-            return True
-        if not (wait or self.launched[-1].is_hook_completed):
-            return False
-        self.launched[-1].advance()
-        return True
-
     def launch(self, bucket: Bucket, launch_collective: Callable[[Bucket], Collective]) -> None:
         """Launch the first collective of a bucket with `launch_collective`.
 
+        With a communication hook on CPUs, first wait until the previous bucket has been reduced.
         Then launch the second collective, if any, of the bucket that was launched
         SECOND_COLLECTIVE_LAG buckets before.
         """
+        if self.launched and self.launched[-1].blocks_next_bucket:
+            self.launched[-1].advance()
         self._polled = [earlier for earlier in self._polled if not earlier.poll()]
         reduction = BucketReduction(bucket, launch_collective, self._attribute_errors)
         self.launched.append(reduction)

@@ -22,8 +22,12 @@ class TorchCompatibility:
     """Mixin of `DDP` with members of torch's DDP that other libraries read."""
 
     module: nn.Module
-    _replica: Replica
     _options: Options
+
+    @property
+    def _replica(self) -> Replica:
+        """The connection to the other ranks, which `DDP` defines."""
+        raise NotImplementedError
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils._pytree import tree_map_only
 
 from ddp.aliased_gradients import copy_misplaced_grads
+from ddp.autograd.parameter_hooks import ParameterHooks
 from ddp.bucket import Allocate
 from ddp.compat import TorchCompatibility, collect_graph_nodes
 from ddp.compression.comm_hook import CommHook, Hook, check_hook
@@ -40,9 +41,9 @@ from ddp.options import (
 from ddp.process_group import AllReduce
 from ddp.replica import Replica
 
-#: Attributes that a copy does not receive. It creates a new replica and a new meter. As in torch,
+#: Attributes that a copy does not receive. It has no connection, and a new meter. As in torch,
 #: a copy of a compiled module is not compiled: the compiled function would call the original.
-_PROCESS_STATE = ("_replica", "meter", "_compiled_call_impl")
+_PROCESS_STATE = ("_connection", "meter", "_compiled_call_impl")
 
 
 class DDP(TorchCompatibility, nn.Module, Joinable):
@@ -55,7 +56,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     By default, the constructor copies weights and buffers from rank 0 to every rank. Buffers are
     copied again before forward passes, as in torch's DDP, and after each synchronized backward
     pass. If parameters are unfrozen, replaced or added later, their gradients are averaged from the
-    next forward pass on.
+    next forward pass on. A copy, as of `copy.deepcopy` or `torch.load`, can be evaluated, but its
+    forward passes with gradients raise `RuntimeError`.
 
     Args:
         module: module to replicate.
@@ -72,7 +74,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             receives gradients in `gradient_dtype` and chooses the precision of the sum.
         find_unused_parameters: count a gradient that is missing on some ranks as zero, and allow
             parameters that no rank uses. By default, both are errors.
-        check_nan: check each bucket for NaN before it is reduced. NaN is an error on every rank.
         sync_buffers: copy the buffers of rank 0 to every rank in each step, which is the default.
             torch's `forward_sync_buffers` and `broadcast_buffers` also work. As in torch, the
             constructor does not copy buffers if `broadcast_buffers=False` is passed without
@@ -102,7 +103,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         allocate: Allocate | None = None,
         gradient_dtype: torch.dtype | None = None,
         find_unused_parameters: bool = False,
-        check_nan: bool = False,
         sync_buffers: bool | None = None,
         forward_sync_buffers: bool | None = None,
         broadcast_buffers: bool | None = None,
@@ -137,7 +137,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             allocate=allocate,
             gradient_dtype=gradient_dtype,
             find_unused_parameters=find_unused_parameters,
-            check_nan=check_nan,
             sync_buffers=sync_buffers,
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
@@ -149,21 +148,29 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         #: Lightning's `prepare_for_backward` set it.
         self.require_forward_param_sync = True
         self.device_mesh = device_mesh
-        self._group = select_group(group, process_group, device_mesh)
-        self._comm_hook: CommHook | None = None
-        self._create_process_state()
         copied = {}
         if init_sync:
             copied = collect_state(module, self._ignored, buffers=init_sync_buffers)
-        self._replica.connect(check_model=init_sync, broadcast_from_rank0=list(copied.values()))
+        self.meter = Meter()
+        #: The connection to the other ranks; None in a copy of the wrapper.
+        self._connection: Replica | None = Replica(
+            self,
+            self._options,
+            self._ignored,
+            select_group(group, process_group, device_mesh),
+            check_model=init_sync,
+            broadcast_from_rank0=list(copied.values()),
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Outside of `no_sync()`, the backward pass averages the gradients."""
         if self._options.device is not None:
             move = partial(Tensor.to, device=self._options.device)
             args, kwargs = tree_map_only(Tensor, move, (args, kwargs))
-        replica = self._replica
         has_gradients = torch.is_grad_enabled()
+        if self._connection is None and not has_gradients:
+            return self._call_module(args, kwargs)
+        replica = self._replica
         if has_gradients:
             replica.prepare_forward()
         with self.meter.forward() if has_gradients else nullcontext():
@@ -198,14 +205,14 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         If the block raises an exception, its gradients are incomplete. The failure is reported to
         the other ranks, and every rank refuses to continue.
         """
+        replica = self._replica
         previous = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
             yield
         except BaseException as error:
-            if self._replica.is_connected:
-                reason = f"no_sync() was left by {type(error).__name__}: {error}"
-                self._replica.failures.report_failure(reason)
+            reason = f"no_sync() was left by {type(error).__name__}: {error}"
+            replica.failures.report_failure(reason)
             raise
         finally:
             self.require_backward_grad_sync = previous
@@ -220,7 +227,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         """
         replica = self._replica
         replica.hooks.check_not_replaced()
-        replica.connect_copy()
         replica.failures.check_not_failed()
         if not replica.has_synchronized:
             copy_misplaced_grads(replica.reducer.buckets)
@@ -240,12 +246,11 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
                 "expected one method to reduce buckets, got a communication hook in addition to "
                 "gradient_dtype or all_reduce; pass one of them"
             )
-        if self._comm_hook is not None:
+        if self._replica.comm_hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
-        self._comm_hook = CommHook(state, hook)
-        self._replica.use_comm_hook(self._comm_hook)
+        self._replica.use_comm_hook(CommHook(state, hook))
 
     def join(
         self,
@@ -271,7 +276,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         """Return the hook that `torch.distributed.algorithms.Join` calls."""
         replica = self._replica
         replica.hooks.check_not_replaced()
-        replica.connect_copy()
         replica.prepare_forward()
         world_size = replica.group.world_size
         if not divide_by_initial_world_size and world_size > MAX_EXACT_RANKS:
@@ -293,24 +297,24 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         """The process group that `torch.distributed.algorithms.Join` uses."""
         return self._replica.group.process_group
 
-    def _create_process_state(self) -> None:
-        self.meter = Meter()
-        self._replica = Replica(self, self._options, self._ignored, self._group)
-        if self._comm_hook is not None:
-            self._replica.use_comm_hook(self._comm_hook)
+    @property
+    def _replica(self) -> Replica:
+        if self._connection is None:
+            _refuse_copy()
+        return self._connection
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._group is not None:
-            raise RuntimeError(
-                "a DDP with a process group that was passed to it cannot be pickled; save its "
-                ".module, or its state_dict()"
-            )
         return {key: value for key, value in self.__dict__.items() if key not in _PROCESS_STATE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._create_process_state()
-        self._replica.connect_at_first_gradient()
+        self.meter = Meter()
+        self._connection = None
+        # A backward pass that started at an output of `.module` would not average gradients.
+        hooks = ParameterHooks(self)
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                hooks.register(parameter, _refuse_copy)
 
     def __copy__(self) -> DDP:
         raise TypeError(
@@ -319,14 +323,19 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
-        # Process groups cannot be copied, so the copy's gradients are averaged over the same ranks.
         result = self.__new__(type(self))
         memo[id(self)] = result
-        shared = {name: getattr(self, name) for name in ("_group", "_options", "_comm_hook")}
-        excluded = (*_PROCESS_STATE, *shared)
-        state = {name: value for name, value in self.__dict__.items() if name not in excluded}
-        result.__setstate__(copy.deepcopy(state, memo) | shared)
+        # Options may refer to process groups, which cannot be copied.
+        state = {name: value for name, value in self.__getstate__().items() if name != "_options"}
+        result.__setstate__(copy.deepcopy(state, memo) | {"_options": self._options})
         return result
+
+
+def _refuse_copy(*_: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "a copy of a DDP does not average gradients; wrap the .module of the copy in a new DDP, or "
+        "use torch.no_grad() to evaluate the copy"
+    )
 
 
 # `isinstance(model, torch.nn.parallel.DistributedDataParallel)` is then True, so that checkpoints

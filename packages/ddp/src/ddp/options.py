@@ -43,12 +43,12 @@ class BucketSize(Enum):
 class Options:
     """The options of one `DDP`; see its arguments."""
 
-    bucket_size_mb: float | tuple[float, ...] | None
+    #: Size of each bucket; later buckets have the last one. Empty for one gradient per bucket.
+    bucket_size_mb: tuple[float, ...]
     all_reduce: AllReduce | None
     allocate: Allocate | None
     gradient_dtype: torch.dtype | None
     find_unused_parameters: bool
-    check_nan: bool
     sync_buffers: bool
     static_graph: bool
     gradient_as_bucket_view: bool
@@ -56,10 +56,10 @@ class Options:
     device: torch.device | None
 
     def __post_init__(self) -> None:
-        if not all(size > 0 for size in self._sizes_mb):
+        if not all(size > 0 for size in self.bucket_size_mb):
             raise ValueError(
-                f"expected bucket_size_mb > 0, got {self.bucket_size_mb}; pass None to reduce each "
-                "gradient separately"
+                f"expected bucket_size_mb > 0, got {', '.join(map(str, self.bucket_size_mb))}; "
+                "pass None to reduce each gradient separately"
             )
         dtype = self.gradient_dtype
         is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
@@ -72,7 +72,7 @@ class Options:
     @property
     def bucket_bytes(self) -> tuple[float, ...]:
         """Bucket size limits in bytes; 0 puts each parameter in its own bucket."""
-        return tuple(size * 2**20 for size in self._sizes_mb) or (0.0,)
+        return tuple(size * 2**20 for size in self.bucket_size_mb) or (0.0,)
 
     def compute_bucket_bytes(self, parameters: Iterable[nn.Parameter]) -> tuple[float, ...]:
         """Return the bucket size limits for a model, in bytes.
@@ -82,17 +82,9 @@ class Options:
         model, the additional reduction would cost more time than it hides.
         """
         total_bytes = sum(parameter.nbytes for parameter in parameters)
-        if total_bytes > DEFAULT_SIZE_MB * 2**20 and self._sizes_mb == (DEFAULT_SIZE_MB,):
+        if total_bytes > DEFAULT_SIZE_MB * 2**20 and self.bucket_size_mb == (DEFAULT_SIZE_MB,):
             return (FIRST_SIZE_MB * 2**20, *self.bucket_bytes)
         return self.bucket_bytes
-
-    @property
-    def _sizes_mb(self) -> tuple[float, ...]:
-        if self.bucket_size_mb is None:
-            return ()
-        if isinstance(self.bucket_size_mb, tuple):
-            return self.bucket_size_mb
-        return (self.bucket_size_mb,)
 
     @property
     def shared(self) -> dict[str, object]:
@@ -115,22 +107,23 @@ def check_restricted_arguments(arguments: dict[str, Any]) -> None:
 
 def select_bucket_size(
     bucket_size_mb: float | BucketSize | None, cap: float | None, caps: Sequence[float] | None
-) -> float | tuple[float, ...] | None:
-    """Return the size of all buckets in units of 2**20 bytes, or a tuple with the size of each.
+) -> tuple[float, ...]:
+    """Return the value of `Options.bucket_size_mb`.
 
-    None stands for separate gradients. As in torch, `caps` overrides `cap`. Raises `ValueError` if
-    `bucket_size_mb` is passed too and differs.
+    As in torch, `caps` overrides `cap`. Raises `ValueError` if `bucket_size_mb` is passed too and
+    differs.
     """
-    selected = tuple(caps) if caps else cap
+    if not caps and cap is not None:
+        caps = [cap]
     if isinstance(bucket_size_mb, BucketSize):
-        return DEFAULT_SIZE_MB if selected is None else selected
-    if selected is None or selected == bucket_size_mb:
-        return bucket_size_mb
-    name = "bucket_cap_mb_list" if caps else "bucket_cap_mb"
-    raise ValueError(
-        f"expected one bucket size, got bucket_size_mb={bucket_size_mb} and "
-        f"{name}={selected}; pass one of them"
-    )
+        return tuple(caps or [DEFAULT_SIZE_MB])
+    sizes = () if bucket_size_mb is None else (bucket_size_mb,)
+    if caps and tuple(caps) != sizes:
+        raise ValueError(
+            f"expected one bucket size, got bucket_size_mb={bucket_size_mb} and {tuple(caps)} MiB "
+            "in bucket_cap_mb or bucket_cap_mb_list; pass one of them"
+        )
+    return sizes
 
 
 def select_group(

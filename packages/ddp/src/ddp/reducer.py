@@ -138,16 +138,11 @@ class Reducer:
             self._on_failure(f"the buckets could not be rebuilt: {error!r}")
             raise
 
-    def launch_ready_buckets(self, *, is_finishing: bool = False) -> None:
-        """Launch full buckets in index order, so that ranks sum the same buckets.
-
-        A communication hook may delay launches. With `is_finishing`, wait for the hook instead.
-        """
+    def launch_ready_buckets(self) -> None:
+        """Launch full buckets in index order, so that ranks sum the same buckets."""
         while self._num_launched < len(self.buckets):
             bucket = self.buckets[self._num_launched]
             if len(bucket.ready) < len(bucket.indices):
-                return
-            if not self.reductions.prepare_launch(wait=is_finishing):
                 return
             bucket.copy_in_deferred(self.step.scale)
             self.launch_all_reduce(bucket)
@@ -190,10 +185,10 @@ class Reducer:
             if is_participating:
                 self._fill(bucket)
                 # The reduction of this bucket overlaps with filling the next one.
-                self.launch_ready_buckets(is_finishing=True)
+                self.launch_ready_buckets()
             else:
                 contribute_zeros(bucket)
-        self.launch_ready_buckets(is_finishing=True)
+        self.launch_ready_buckets()
         reductions = self.reductions.wait()
         self.num_steps += 1
         self.is_open = False

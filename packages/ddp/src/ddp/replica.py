@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,21 +20,18 @@ from ddp.compression.comm_hook import CommHook
 from ddp.compression.sparse import average_sparse
 from ddp.consistency.buffers import copy_buffers
 from ddp.consistency.failure_attribution import FailureAttribution
-from ddp.consistency.gradient_agreement import GradientAgreement
+from ddp.consistency.gradient_agreement import GradientAgreement, check_unused
 from ddp.consistency.model_agreement import (
     broadcast_tensors,
     check_same_model,
-    check_same_weights,
-    collect_state,
 )
 from ddp.consistency.shared_gradients import refuse_shared_gradients
 from ddp.consistency.tracked_parameters import TrackedParameters
 from ddp.consistency.uneven_inputs import compute_join_scale
-from ddp.consistency.unused_parameters import UnusedParameters
 from ddp.extensions import Extension
 from ddp.metering.meter import Meter
 from ddp.options import Options
-from ddp.process_group import ReduceGroup, resolve_group
+from ddp.process_group import resolve_group
 from ddp.reducer import Reducer
 
 
@@ -53,15 +50,11 @@ class Replica:
     """The state that coordinates one `DDP` with the other ranks.
 
     A step starts with the first gradient of a synchronized backward pass, and ends together with
-    this pass. `finish_gradient_synchronization` starts and ends a step without a backward pass. The
-    replica of a copied wrapper connects to the other ranks when its first gradient is ready.
-    """
+    this pass. `finish_gradient_synchronization` starts and ends a step without a backward pass.
 
-    group: ReduceGroup
-    failures: FailureAttribution
-    agreement: GradientAgreement
-    tracked: TrackedParameters
-    reducer: Reducer
+    The constructor compares the model with the models of the other ranks if `check_model` is True.
+    The tensors in `broadcast_from_rank0` receive the values of rank 0. This is a collective.
+    """
 
     def __init__(
         self,
@@ -69,19 +62,21 @@ class Replica:
         options: Options,
         ignored: Collection[str],
         process_group: dist.ProcessGroup | None,
+        *,
+        check_model: bool,
+        broadcast_from_rank0: Sequence[Tensor],
     ) -> None:
         self.options = options
         self.ignored = ignored
         self.comm_hook: CommHook | None = None
         self.hooks = ParameterHooks(wrapper)
         self.backward_pass = BackwardPass(self._end_backward)
-        self.unused = UnusedParameters()
-        self.is_connected = False
+        #: Parameters that no rank used in the last step, by name. Empty if the options allow them.
+        self.unused: dict[str, nn.Parameter] = {}
         #: True if the last backward pass was synchronized. False after the next forward pass with
         #: gradients, and after `finish_gradient_synchronization`.
         self.has_synchronized = False
         self._wrapper = weakref.ref(wrapper)
-        self._process_group = process_group
         #: True until `warn_of_aliased_grad` has issued a warning. Always False if `.grad` does not
         #: become a view.
         self._should_warn_of_alias = options.gradient_as_bucket_view
@@ -89,80 +84,36 @@ class Replica:
         self._has_checked_parameters = False
         #: True if the ranks without inputs were notified of the current step of `join()`.
         self._has_notified_join = False
-        #: Parameters with hooks that connect this replica.
-        self._connecting_parameters: list[nn.Parameter] = []
-
-    def connect(
-        self,
-        *,
-        check_model: bool,
-        check_weights: bool = False,
-        broadcast_from_rank0: Sequence[Tensor] = (),
-    ) -> None:
-        """Compare the model with the models of the other ranks, and create the reducer.
-
-        The tensors in `broadcast_from_rank0` receive the values of rank 0. An error leaves the
-        hooks and `is_connected` unchanged, so a copied wrapper retries at the next gradient.
-        """
-        self.group = resolve_group(self._process_group, self.options.all_reduce)
+        self.group = resolve_group(process_group, options.all_reduce)
         process_group = self.group.process_group
         self.failures = FailureAttribution(process_group)
-        with self.failures.attribute_errors("the comparison of the models"):
-            if check_model:
-                check_same_model(self.module, self.options.shared, process_group, self.ignored)
-            if check_weights:
-                check_same_weights(self.module, process_group, self.ignored)
+        if check_model:
+            with self.failures.attribute_errors("the comparison of the models"):
+                check_same_model(self.module, options.shared, process_group, ignored)
         # The broadcast needs memory temporarily, so it precedes the allocation of buckets.
         broadcast_tensors(
             broadcast_from_rank0, process_group, self.failures, "the broadcast of the weights"
         )
-        self.tracked = TrackedParameters(self.ddp._modules, self.ignored)
+        self.tracked = TrackedParameters(wrapper._modules, ignored)
         refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
         self.agreement = GradientAgreement(
-            self.group,
-            self.failures,
-            find_unused_parameters=self.options.find_unused_parameters,
-            check_nan=self.options.check_nan,
+            self.group, self.failures, find_unused_parameters=options.find_unused_parameters
         )
-        self.make_reducer()
-        self.is_connected = True
-        self._connecting_parameters = []
-
-    def connect_copy(self) -> None:
-        """Connect the replica of a copied wrapper; do nothing if it is connected.
-
-        Raises `ValueError` on every rank if models or weights differ.
-        """
-        if not self.is_connected:
-            self.connect(check_model=True, check_weights=True)
-
-    def connect_at_first_gradient(self) -> None:
-        """Register hooks that connect this replica when its first gradient is ready."""
-        state = collect_state(self.module, self.ignored, buffers=False)
-        trained = [cast(nn.Parameter, p) for p in state.values() if p.requires_grad]
-        known = [id(parameter) for parameter in self._connecting_parameters]
-        if [id(parameter) for parameter in trained] == known:
-            return
-        # This is the first call, or the trained parameters have changed since the last one.
-        self.hooks.remove()
-        self._connecting_parameters = trained
-        for parameter in trained:
-            self.hooks.register(parameter, self._mark_first_ready)
+        self.reducer = self._make_reducer()
 
     def use_comm_hook(self, comm_hook: CommHook) -> None:
         """Reduce buckets with a communication hook in all later steps."""
         self.comm_hook = comm_hook
-        if self.is_connected:
-            self.reducer.extensions = self._make_extensions()
+        self.reducer.extensions = self._make_extensions()
 
-    def make_reducer(self) -> None:
-        """Allocate the buckets and replace the hooks.
+    def _make_reducer(self) -> Reducer:
+        """Allocate the buckets, and replace the hooks by those of the returned reducer.
 
         If the allocation fails, all ranks refuse further steps, because the remaining hooks belong
         to the earlier parameters.
         """
         try:
-            self.reducer = Reducer(
+            reducer = Reducer(
                 self.tracked.dense,
                 self.options,
                 self.group,
@@ -176,10 +127,11 @@ class Replica:
         self.hooks.remove()
         for index, parameter in enumerate(self.tracked.dense.values()):
             self.hooks.take_over(parameter)
-            self.hooks.register(parameter, self.reducer.mark_ready, index)
+            self.hooks.register(parameter, reducer.mark_ready, index)
         for parameter in self.tracked.sparse.values():
             self.hooks.take_over(parameter)
             self.hooks.register(parameter, self._mark_sparse_ready)
+        return reducer
 
     def _make_extensions(self) -> list[Extension]:
         # The meter precedes the agreement check, so that it records steps that fail the check too.
@@ -217,9 +169,6 @@ class Replica:
         self.has_synchronized = False
         self.backward_pass.start_forward()
         self.hooks.check_not_replaced()
-        if not self.is_connected:
-            self.connect_at_first_gradient()
-            return
         self.failures.check_not_failed()
         if self.reducer.is_open and torch._C._current_graph_task_id() == -1:
             self._fail_open_step()
@@ -230,7 +179,7 @@ class Replica:
                 adopt = torch.compiler.disable(adopt)
             adopt()
         if self.ddp.require_backward_grad_sync:
-            self.unused.check_unused(list(self.tracked.trained), self.group.rank)
+            check_unused(self.unused, list(self.tracked.trained), self.group.rank)
         self._has_checked_parameters = True
         # Dynamo cannot trace the version counters.
         self.agreement.record_weights(
@@ -259,8 +208,8 @@ class Replica:
         self.tracked.adopt_changes(self.group, self.failures)
         for bucket in self.reducer.buckets:
             bucket.release()
-        self.unused.parameters = {}
-        self.make_reducer()
+        self.unused = {}
+        self.reducer = self._make_reducer()
 
     def end_forward(self) -> bool:
         """Return True if the backward pass of the forward pass that ended is synchronized."""
@@ -280,22 +229,19 @@ class Replica:
             return
         self.backward_pass.discard_interrupted()
         if not self.backward_pass.is_running:
-            if self.is_connected:
-                if self.reducer.is_open:
-                    self._fail_open_step()
-                refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
-                copy_misplaced_grads(self.reducer.buckets)
-                if self._should_warn_of_alias:
-                    self._should_warn_of_alias = not warn_of_aliased_grad(
-                        self.reducer.buckets, self.group.rank
-                    )
+            if self.reducer.is_open:
+                self._fail_open_step()
+            refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
+            copy_misplaced_grads(self.reducer.buckets)
+            if self._should_warn_of_alias:
+                self._should_warn_of_alias = not warn_of_aliased_grad(
+                    self.reducer.buckets, self.group.rank
+                )
             self.hooks.move_to_end()
         self.backward_pass.reach_output(is_synchronized=is_synchronized)
         self.backward_pass.queue_end()
 
     def _end_backward(self, is_synchronized: bool | None) -> None:
-        if not self.is_connected:
-            return
         if is_synchronized is None and self.ddp.require_backward_grad_sync:
             # No forward pass of the wrapper ran since the last step, only one of its `.module`.
             self.start_step()
@@ -304,15 +250,6 @@ class Replica:
             self.has_synchronized = True
         elif is_synchronized is False:
             self.has_synchronized = False
-
-    def _mark_first_ready(self, parameter: Tensor) -> None:
-        """Connect the replica of a copied wrapper, then mark its first gradient as ready."""
-        self.connect_copy()
-        for index, other in enumerate(self.reducer.parameters):
-            if other is parameter:
-                self.reducer.mark_ready(index, parameter)
-                return
-        self._mark_sparse_ready(parameter)
 
     def _mark_sparse_ready(self, _: Tensor) -> None:
         if not self.reducer.is_open:
@@ -367,7 +304,12 @@ class Replica:
         self.backward_pass.end_step()
         self._has_notified_join = False
         unused = self.reducer.finish(is_participating=is_participating)
-        self.unused.record(self.reducer, unused, self.options)
+        self.unused = {}
+        if not (self.options.find_unused_parameters or self.options.static_graph):
+            for index in sorted(unused):
+                # Frozen parameters are not expected to have a gradient.
+                if self.reducer.parameters[index].requires_grad:
+                    self.unused[self.reducer.names[index]] = self.reducer.parameters[index]
         sparse = self.tracked.sparse
         scale = self.reducer.step.scale
         if sparse and self.is_joining:

@@ -99,8 +99,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
 def _refuse_vmap(*arguments: Any) -> NoReturn:
     """Raise NotImplementedError for `torch.func.vmap`; the arguments are ignored."""
     raise NotImplementedError(
-        "torch.func.vmap, and with it batched gradients and second derivatives by jacrev, is not "
-        "supported; make the mapped dimension part of the batch, or use attention_reference"
+        "torch.func.vmap, and with it batched gradients and Jacobians by jacrev, is not supported; "
+        "make the mapped dimension part of the batch, or use attention_reference"
     )
 
 
@@ -219,32 +219,18 @@ class _AttentionBackward(torch.autograd.Function):
     The inputs `out` and `lse` have no gradient, because they are functions of q, k and v.
     """
 
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[Any, ...], *inputs: Any
-    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """Run one backward pass per mapped element, because `jacrev` maps the cotangents."""
-        results = []
-        for index in range(info.batch_size):
-            element = [
-                x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x
-                for x, dim in zip(inputs, in_dims, strict=True)
-            ]
-            results.append(_AttentionBackward.apply(*element))
-        dq, dk, dv = (torch.stack(parts) for parts in zip(*results, strict=True))
-        return (dq, dk, dv), (0, 0, 0)
-
     forward = staticmethod(_compute_gradients)
+    vmap = staticmethod(_refuse_vmap)
     jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, _ = inputs
-        ctx.save_for_backward(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k)
+        q, k, v, grad_out, grad_lse, _, _, cu_q, cu_k, ctx.spec, _ = inputs
+        ctx.save_for_backward(q, k, v, grad_out, grad_lse, cu_q, cu_k)
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k = ctx.saved_tensors
+        q, k, v, grad_out, grad_lse, cu_q, cu_k = ctx.saved_tensors
         if any(is_mapped(x) for x in tangents):
             # The second derivatives are written in place, which vmap does not support.
             _refuse_vmap()
@@ -252,7 +238,7 @@ class _AttentionBackward(torch.autograd.Function):
         with torch.no_grad():
             g_q, g_out, g_lse, g_k, g_v = map_sequences(
                 functools.partial(derivatives.compute_double_backward, spec=ctx.spec),
-                [q, out, lse, grad_out, grad_lse, t_q],
+                [q, grad_out, grad_lse, t_q],
                 [k, v, t_k, t_v],
                 cu_q,
                 cu_k,

@@ -59,12 +59,6 @@ def is_mapped(x: Tensor) -> bool:
     return False
 
 
-def is_functionalized() -> bool:
-    """Return True inside `torch.func.functionalize`, which does not support autograd functions."""
-    levels = _functorch.get_interpreter_stack() if _are_functorch_transforms_active() else None
-    return any(level.key() == _functorch.TransformType.Functionalize for level in levels or ())
-
-
 def constant_in_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function whose result is a constant of a compiled graph.
 

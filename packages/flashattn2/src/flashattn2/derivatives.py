@@ -1,37 +1,23 @@
 """The double backward pass, in linear memory.
 
-It uses the directional derivatives of attention.  With cotangents t_q, t_k, t_v of dQ, dK, dV and
-X = f'(S) · scale (t_q kᵀ + q t_kᵀ), where f is the softcap, the derivatives of L and O are
-
-    t_L = rowsum(P ∘ X)                     t_O = (P ∘ X) v + P t_v - t_L ∘ O.
-
-The gradients satisfy <t_q, dQ> + <t_k, dK> + <t_v, dV> = <dO, t_O> + <dL, t_L> =: Φ.  Therefore
-the double backward pass is the gradient of Φ: t_O for dO, t_L for dL, and (P ∘ (X - t_L))ᵀ dO for
-v.  The gradients of q and k follow from dP = dO vᵀ, G = dP - rowsum(dO ∘ O) + dL,
-Y = X ∘ G + dO t_vᵀ, W = Y - t_L dP, ω = rowsum(P ∘ W) and
-
-    dΦ/dS = f' ∘ P ∘ (W - ω) + f'' ∘ P ∘ G ∘ scale (t_q kᵀ + q t_kᵀ)     dΦ/dX = P ∘ G.
+The gradients of k and v are sums over tiles of queries, and a gradient of q belongs to one tile.
+Therefore torch differentiates the gradients of one tile at a time.  Only the scores of this tile
+are stored.
 """
 
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import vjp
 
-from flashattn2.backends.tiled import (
-    Tiles,
-    compute_row_lse,
-    compute_scores,
-    flatten_heads,
-    group_queries,
-)
+from flashattn2.backends.tiled import Tiles, to_accumulation_dtype
+from flashattn2.reference import attend
 from flashattn2.spec import AttentionSpec
 
 
 def compute_double_backward(
     q: Tensor,
-    out: Tensor,
-    lse: Tensor,
     grad_out: Tensor,
     grad_lse: Tensor | None,
     t_q: Tensor,
@@ -45,80 +31,48 @@ def compute_double_backward(
     """Return the gradients of q, dO, dL, k and v for the cotangents `t_q, t_k, t_v` of dQ, dK, dV.
 
     The arguments and results of the queries precede those of the keys, as `map_sequences` passes
-    them.  Names are as in the module docstring; `_i` marks a tile of queries, `_j` a tile of keys.
+    them.
     """
     if grad_lse is None:
-        grad_lse = torch.zeros_like(lse)
-    tiles = Tiles(spec, q.shape[2], k.shape[2])
-    q_ = group_queries(q, k) * spec.scale
-    k_ = flatten_heads(k)
-    v_ = flatten_heads(v)
-    tq_ = group_queries(t_q, k) * spec.scale
-    tk_ = flatten_heads(t_k)
-    tv_ = flatten_heads(t_v)
-    out_, lse_ = group_queries(out, k), compute_row_lse(lse, k)
-    do_, dl_ = group_queries(grad_out, k), grad_lse.to(q_.dtype).reshape(lse_.shape)
-    delta = torch.linalg.vecdot(do_, out_)
-    gq = torch.zeros_like(q_)
-    gk = torch.zeros_like(k_)
-    gv = torch.zeros_like(v_)
-    t_out = torch.zeros_like(out_)
-    t_lse = torch.zeros_like(lse_)
-    by_row = (q_, tq_, out_, do_, lse_, dl_, delta)
-    for rows in tiles.iter_queries():
-        q_i, tq_i, o_i, do_i, l_i, dl_i, d_i = (x[:, :, rows].flatten(1, 2) for x in by_row)
-        gq_i, to_i = torch.zeros_like(q_i), torch.zeros_like(o_i)
-        # The first pass over the keys accumulates these row sums, which the second pass needs.
-        tl_i, py_i, pdp_i = (torch.zeros_like(l_i) for _ in range(3))
-        for last_pass in (False, True):
-            for columns, hidden in tiles.iter_keys(rows, q.device):
-                k_j, v_j, tk_j, tv_j = (x[:, columns] for x in (k_, v_, tk_, tv_))
-                p, slope, bend = _compute_probabilities(q_i, k_j, l_i, spec, hidden)
-                ds = tq_i @ k_j.mT + q_i @ tk_j.mT
-                x = slope * ds
-                dp = do_i @ v_j.mT
-                g = dp - (d_i - dl_i)[..., None]
-                y = x * g + do_i @ tv_j.mT
-                if not last_pass:
-                    px = p * x
-                    tl_i += px.sum(-1)
-                    to_i += px @ v_j + p @ tv_j
-                    py_i += (p * y).sum(-1)
-                    pdp_i += (p * dp).sum(-1)
-                    continue
-                w = y - tl_i[..., None] * dp
-                omega = py_i - tl_i * pdp_i
-                a = p * (slope * (w - omega[..., None]) + bend * g * ds)
-                b = p * slope * g
-                gq_i += a @ k_j + b @ tk_j
-                gk[:, columns] += a.mT @ q_i + b.mT @ tq_i
-                gv[:, columns] += (p * (x - tl_i[..., None])).mT @ do_i
-        to_i -= tl_i[..., None] * o_i
-        for whole, part in ((gq, gq_i), (t_out, to_i), (t_lse, tl_i)):
-            whole[:, :, rows] = part.view_as(whole[:, :, rows])
-    gq *= spec.scale
-    return (
-        gq.view(q.shape).to(q.dtype),
-        t_out.view(out.shape).to(grad_out.dtype),
-        t_lse.view(lse.shape).to(grad_lse.dtype),
-        gk.view(k.shape).to(k.dtype),
-        gv.view(v.shape).to(v.dtype),
-    )
+        grad_lse = to_accumulation_dtype(q.new_zeros(q.shape[:-1]))
+    query_side = [to_accumulation_dtype(x) for x in (q, grad_out, grad_lse, t_q)]
+    key_side = [to_accumulation_dtype(x) for x in (k, v, t_k, t_v)]
+    results = [torch.zeros_like(x) for x in (*query_side[:3], *key_side[:2])]
+    shift = k.shape[2] - q.shape[2]
+    for rows in Tiles(spec, q.shape[2], k.shape[2]).iter_queries():
+        start, _, _, stop = spec.compute_key_ranges(rows.start, rows.stop, shift, k.shape[2])
+        keys = slice(start, max(start, stop))
+        hidden = spec.make_hidden_mask(
+            torch.arange(rows.start, rows.stop, device=q.device),
+            torch.arange(keys.start, keys.stop, device=q.device),
+            shift,
+        )
+        tile = _differentiate_gradients(
+            [x[:, :, rows] for x in query_side], [x[:, :, keys] for x in key_side], spec, hidden
+        )
+        for whole, part, columns in zip(results, tile, (*3 * [rows], *2 * [keys]), strict=True):
+            whole[:, :, columns] += part
+    dtypes = q.dtype, grad_out.dtype, grad_lse.dtype, k.dtype, v.dtype
+    g_q, g_out, g_lse, g_k, g_v = (x.to(d) for x, d in zip(results, dtypes, strict=True))
+    return g_q, g_out, g_lse, g_k, g_v
 
 
-def _compute_probabilities(
-    q_i: Tensor, k_j: Tensor, l_i: Tensor, spec: AttentionSpec, hidden: Tensor | None
-) -> tuple[Tensor, Tensor | float, Tensor | float]:
-    """Return one tile of P and the softcap's first and second derivatives at its scores.
+def _differentiate_gradients(
+    query_side: list[Tensor], key_side: list[Tensor], spec: AttentionSpec, hidden: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the results of `compute_double_backward` for one tile of queries and its keys."""
 
-    The queries must already be scaled.
-    """
-    s = compute_scores(q_i, k_j, replace(spec, scale=1.0), None)
-    p = torch.exp(s - l_i[..., None])
-    if hidden is not None:
-        p.view(len(p), p.shape[1] // len(hidden), *hidden.shape).masked_fill_(hidden, 0.0)
-    if not spec.softcap:
-        return p, 1.0, 0.0
-    t = s / spec.softcap
-    slope = 1 - t * t
-    return p, slope, -2 / spec.softcap * t * slope
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attend(q, k, v, spec, hidden)
+
+    def compute_gradients(
+        q: Tensor, grad_out: Tensor, grad_lse: Tensor, k: Tensor, v: Tensor
+    ) -> Any:
+        pull_back: Any = vjp(run, q, k, v)[1]
+        return pull_back((grad_out, grad_lse))
+
+    *inputs, t_q = query_side
+    k, v, t_k, t_v = key_side
+    pull_back: Any = vjp(compute_gradients, *inputs, k, v)[1]
+    results: tuple[Tensor, ...] = pull_back((t_q, t_k, t_v))
+    return results

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn2.spec import Window, make_spec
+from flashattn2.spec import AttentionSpec, Window, make_spec
 from flashattn2.validation import check_dense, check_sinks
 
 
@@ -38,17 +38,33 @@ def attention_reference(
     check_sinks(sinks, q.shape[1] if has_heads else 1, q)
     if not has_heads:
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-    group = q.shape[1] // max(k.shape[1], 1)
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-
-    # Scores and their mask, [batch, heads, seq_q, seq_k] and [seq_q, seq_k].
-    s = (q @ k.transpose(-1, -2)) * spec.scale
-    if spec.softcap:
-        s = spec.softcap * torch.tanh(s / spec.softcap)
-    seq_q, seq_k = s.shape[-2:]
+    seq_q, seq_k = q.shape[2], k.shape[2]
     queries = torch.arange(seq_q, device=q.device)
     keys = torch.arange(seq_k, device=q.device)
     hidden = spec.make_hidden_mask(queries, keys, seq_k - seq_q)
+    out, lse = attend(q, k, v, spec, hidden, sinks)
+    if not has_heads:
+        out, lse = out.squeeze(1), lse.squeeze(1)
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    hidden: Tensor,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the output and log-sum-exp of `(batch, heads, seq, dim)`, with every derivative.
+
+    The mask `hidden` `(seq_q, seq_k)` replaces the band of the specification.
+    """
+    group = q.shape[1] // max(k.shape[1], 1)
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    s = (q @ k.transpose(-1, -2)) * spec.scale  # [batch, heads, seq_q, seq_k]
+    if spec.softcap:
+        s = spec.softcap * torch.tanh(s / spec.softcap)
     if sinks is not None:
         # A sink is the score of an additional key whose value is zero.
         column = sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)
@@ -63,7 +79,4 @@ def attention_reference(
     lse = s.logsumexp(-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
     p = torch.exp(s - lse[..., None])
     out = (p @ v).masked_fill(is_empty[:, None], 0.0)
-    lse = lse.masked_fill(is_empty, -torch.inf)
-    if not has_heads:
-        out, lse = out.squeeze(1), lse.squeeze(1)
-    return (out, lse) if return_lse else out
+    return out, lse.masked_fill(is_empty, -torch.inf)

@@ -16,7 +16,7 @@ def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"expected q to be (batch, heads, seq, dim) or (batch, seq, dim), got {q.dim()} "
             f"dimensions, shape {tuple(q.shape)}"
         )
-    _check_matching(q, k, v)
+    check_matching(q, k, v)
     if q.shape[0] != k.shape[0]:
         raise ValueError(
             f"expected one batch size, got batch {q.shape[0]} for q and {k.shape[0]} for k; "
@@ -33,7 +33,7 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
     """
     if q.dim() != 3:
         raise ValueError(f"expected q to be (total, heads, dim), got shape {tuple(q.shape)}")
-    _check_matching(q, k, v)
+    check_matching(q, k, v)
     check_heads(q.shape[1], k.shape[1])
     check_int32("cu_seqlens_q", cu_q, ("sequences + 1",), q)
     check_int32("cu_seqlens_k", cu_k, ("sequences + 1",), q)
@@ -147,31 +147,32 @@ def check_heads(heads: int, kv_heads: int) -> None:
         )
 
 
-def _check_matching(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_matching(q: Tensor, k: Tensor, v: Tensor, k_name: str = "k", v_name: str = "v") -> None:
     """Raise ValueError unless dtypes, devices and shapes match and are supported.
 
     The callers compare the batch and head dimensions of q with those of k.
     """
-    for name, x in (("k", k), ("v", v)):
+    for name, x in ((k_name, k), (v_name, v)):
         if (x.dtype, x.device, x.dim()) != (q.dtype, q.device, q.dim()):
             raise ValueError(
                 f"expected {name} to have the dtype, device and number of dimensions of q, "
                 f"{q.dtype} on {q.device} with shape {tuple(q.shape)}, got {x.dtype} on {x.device} "
-                f"with shape {tuple(x.shape)}; {name}.to(q) converts the dtype and device"
+                f"with shape {tuple(x.shape)}; {name}.to(q) or q.to({name}) converts"
             )
     if q.dtype not in DTYPES:
         raise ValueError(
-            f"expected float64, float32, bfloat16 or float16, got dtype {q.dtype}; convert q, k, v"
+            f"expected float64, float32, bfloat16 or float16, got dtype {q.dtype}; convert q, "
+            f"{k_name} and {v_name}"
         )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
-            f"expected q and k to have the same head dim, got head dim {q.shape[-1]} for q and "
-            f"{k.shape[-1]} for k (that of v may differ)"
+            f"expected q and {k_name} to have the same head dim, got head dim {q.shape[-1]} for q "
+            f"and {k.shape[-1]} for {k_name} (that of {v_name} may differ)"
         )
     if 0 in (q.shape[-1], v.shape[-1]):
         raise ValueError("expected a head dim of at least 1, got head dim 0")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
-            f"expected k and v to have the same shape except for the head dim, got shape "
-            f"{tuple(k.shape)} and {tuple(v.shape)}"
+            f"expected {k_name} and {v_name} to have the same shape except for the head dim, got "
+            f"shape {tuple(k.shape)} and {tuple(v.shape)}"
         )

@@ -79,20 +79,6 @@ def record(
 
 
 @contextmanager
-def record_before_hooks(model: nn.Module, *sites: str) -> Iterator[dict[str, Tensor]]:
-    """Record copies of activations as in `record`, but before all other hooks change them."""
-    recorded: dict[str, Tensor] = {}
-
-    def record_activation(site: str, tensor: Tensor) -> None:
-        # Copy the tensor, because other hooks may change it in place.
-        recorded[site] = tensor.detach().clone()
-
-    actions = {site: partial(record_activation, site) for site in expand_sites(model, sites)}
-    with install_hooks(model, actions, prepend=True):
-        yield recorded
-
-
-@contextmanager
 def patch(
     model: nn.Module, replacements: Mapping[str, Replacement], *, names: str | None = None
 ) -> Iterator[None]:
@@ -196,13 +182,11 @@ def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
 
 @contextmanager
 def install_hooks(
-    model: nn.Module,
-    actions: Mapping[str, Callable[[Tensor], Tensor | None]],
-    prepend: bool = False,
+    model: nn.Module, actions: Mapping[str, Callable[[Tensor], Tensor | None]]
 ) -> Iterator[None]:
     """Call each action with the tensor at its site, and replace the tensor by a returned tensor.
 
-    With `prepend`, the actions run before other hooks. The hooks are removed on exit.
+    The hooks are removed on exit.
     """
     handles = []
     try:
@@ -211,10 +195,9 @@ def install_hooks(
             module = model.get_submodule(name)
             if side:
                 hook = partial(_act_on_input, site, action)
-                handle = module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=True)
+                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
             else:
-                output_hook = partial(_act_on_output, site, action)
-                handle = module.register_forward_hook(output_hook, prepend=prepend)
+                handle = module.register_forward_hook(partial(_act_on_output, site, action))
             handles.append(handle)
         yield
     finally:
@@ -255,17 +238,16 @@ def _find_entries(output: Any) -> dict[Any, Any] | None:
 
 def _replace_entry(output: Any, entries: Mapping[Any, Any], key: Any, new: Tensor) -> Any:
     """Return a container like `output` whose entry `key` is `new`."""
-    rebuild: Callable[..., Any] = type(output)
-    changed = {**entries, key: new}
     if isinstance(output, tuple | list):
-        items = list(changed.values())
+        rebuild: Callable[..., Any] = type(output)
+        items = list({**entries, key: new}.values())
         return rebuild(*items) if hasattr(output, "_fields") else rebuild(items)
     if isinstance(output, Mapping) and not isinstance(output, dict | UserDict):
         # A shallow copy of another mapping may share its entries with the model's object.
-        try:
-            return rebuild(**changed)
-        except TypeError:
-            return rebuild(changed)
+        raise TypeError(
+            f"expected a dict as the output to patch, got a {type(output).__name__}; return a dict "
+            "from the module, or patch its input"
+        )
     # A copy preserves all other state, such as the default of a defaultdict.
     copied = copy.copy(output)
     if isinstance(copied, dict | UserDict):

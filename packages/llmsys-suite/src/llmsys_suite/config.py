@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from accounting import Transformer
 
 
+class UsageError(ValueError):
+    """An error in the user's input; `llmsys` prints its message and exits with status 2."""
+
+
+def require_integer(name: str, value: Any, minimum: int) -> None:
+    """Raise UsageError unless `value` is an integer of at least `minimum`; a bool is not one."""
+    if type(value) is not int or value < minimum:
+        raise UsageError(f"expected {name} to be an integer >= {minimum}, got {value!r}")
+
+
 @dataclass(frozen=True)
 class Size:
     """Widths, number of layers and number of heads of a decoder."""
@@ -23,6 +33,16 @@ class Size:
     d_ff: int
     num_layers: int
     num_heads: int
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` unless sizes are positive integers and the head width is even."""
+        for name in ("d_model", "d_ff", "num_layers", "num_heads"):
+            require_integer(name, getattr(self, name), 1)
+        if self.d_model % (2 * self.num_heads):
+            raise ValueError(
+                f"expected d_model to be a multiple of {2 * self.num_heads}, twice the number of "
+                f"heads, got {self.d_model}"
+            )
 
     def to_transformer(self, *, layers: int | None = None, vocabulary: int = 256) -> Transformer:
         """Return this size as an `accounting.Transformer`; `layers` replaces `num_layers`."""
@@ -60,8 +80,7 @@ def get_size(name: str) -> Size:
     """Return the size that `name` selects in `SIZES` or describes as WIDTHxFFxLAYERSxHEADS.
 
     Raises:
-        UsageError: the name is unknown, the width does not split into heads of even width, or
-            `accounting` refuses the shape.
+        UsageError: the name is unknown, or no model can have the shape.
     """
     if name in SIZES:
         return SIZES[name]
@@ -71,13 +90,8 @@ def get_size(name: str) -> Size:
             f"size {name!r} is unknown; choose from {', '.join(SIZES)}, or write a shape as "
             "WIDTHxFFxLAYERSxHEADS, such as 256x768x6x8"
         )
-    size = Size(*map(int, numbers))
-    if size.d_model % (2 * size.num_heads):
-        raise UsageError(
-            f"size {name}: width {size.d_model} does not split into {size.num_heads} heads of an "
-            f"even width; make it a multiple of {2 * size.num_heads}"
-        )
     try:
+        size = Size(*map(int, numbers))
         size.to_transformer()
     except ValueError as error:
         raise UsageError(f"size {name}: {error}") from None
@@ -173,10 +187,6 @@ STAGES: dict[str, tuple[str, ...]] = {
     "audit": ("plan", "train"),
     "report": (),
 }
-
-
-class UsageError(ValueError):
-    """An error in the user's input; `llmsys` prints its message and exits with status 2."""
 
 
 @dataclass(frozen=True, kw_only=True)

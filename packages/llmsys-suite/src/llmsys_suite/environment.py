@@ -70,32 +70,22 @@ def read_control_group_room(
 ) -> list[int]:
     """Return the bytes that each limited control group of this process can still allocate.
 
-    A container's memory limit is the limit of a control group. Cached files count as free memory,
-    because the kernel can discard them.
+    A container's memory limit is the limit of a control group of version 2. Cached files count as
+    free memory, because the kernel can discard them.
     """
     room = []
     for line in _read_lines(membership):
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root = Path(mount)
-            limit, used = "max", "current"
-            cached = "inactive_file"
-        elif "memory" in controllers.split(","):
-            root = Path(mount, "memory")
-            limit, used = "limit_in_bytes", "usage_in_bytes"
-            cached = "total_inactive_file"
-        else:
-            continue
-        group = root / path.lstrip("/")
+        if not line.startswith("0::"):
+            continue  # a hierarchy of version 1
+        group = Path(mount, line.removeprefix("0::/"))
         for folder in (group, *group.parents):
-            if not folder.is_relative_to(root):
+            if not folder.is_relative_to(mount):
                 break
-            bounds = [_read_first_line(str(folder / f"memory.{name}")) for name in (limit, used)]
-            if all(bound.isdigit() for bound in bounds):
-                total, in_use = map(int, bounds)
-                statistics = _read_lines(str(folder / "memory.stat"))
+            limit, used = (_read_first_line(f"{folder}/memory.{x}") for x in ("max", "current"))
+            if limit.isdigit() and used.isdigit():
+                statistics = _read_lines(f"{folder}/memory.stat")
                 files = dict(line.split(" ", 1) for line in statistics)
-                room.append(max(0, total - in_use + int(files.get(cached, 0))))
+                room.append(max(0, int(limit) - int(used) + int(files.get("inactive_file", 0))))
     return room
 
 

@@ -2,8 +2,8 @@
 
 - JSON files and reports are written under another name and renamed, so that a reader never finds
   them incomplete. Samples are appended line by line, so that an interruption loses few of them.
-- A finished folder is sealed: manifest.json contains the format, and the digest of every file that
-  is not in a subfolder. `RunFolder.open` refuses edited and truncated files, and other formats.
+- A finished folder is sealed: manifest.json contains the digest of every file that is not in a
+  subfolder. `RunFolder.open` refuses edited and truncated files, and folders of other formats.
 """
 
 from __future__ import annotations
@@ -11,23 +11,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.results import from_json, to_json
+from llmsys_suite.results import from_json
 
 Sample = dict[str, Any]
 #: Version of the folder's format, increased whenever the content of its files changes.
-FORMAT = 16
+FORMAT = 17
 MANIFEST = "manifest.json"
-FOREIGN = "the file was changed or is from another version"
 #: Files that other commands read. Every run writes the first four.
 RECORDS = (
     "config.json", "env.json", "samples.jsonl", "summary.json",
@@ -45,18 +43,9 @@ class RunFolder:
 
     path: Path
 
-    @classmethod
-    def create(cls, config: RunConfig, environment: dict[str, Any]) -> RunFolder:
-        """Claim the folder of `config`, write `environment` into it, and return it."""
-        out = claim_folder(config).out
-        assert out is not None
-        folder = cls(out)
-        folder.write_json("env.json", environment)
-        return folder
-
     def restart(self) -> None:
         """Replace the results and the samples of an earlier attempt by empty files."""
-        self.write_json("summary.json", {"status": "incomplete", "stages": {}})
+        self.write_json("summary.json", {"format": FORMAT, "status": "incomplete", "stages": {}})
         self.write_text("samples.jsonl", "")
 
     @classmethod
@@ -70,7 +59,7 @@ class RunFolder:
 
     def write_json(self, name: str, value: Any) -> None:
         """Write one JSON file atomically."""
-        self.write_text(name, to_text(value, indent=1) + "\n")
+        self.write_text(name, json.dumps(value, indent=1) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
         """Write one text file atomically, also if several threads or ranks write it at once."""
@@ -81,29 +70,29 @@ class RunFolder:
     def read_json(self, name: str) -> Any:
         """Return the value of one JSON file; raise UsageError if it is missing or not JSON."""
         try:
-            return from_text((self.path / name).read_text(encoding="utf-8"))
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UsageError(f"{self.path / name} cannot be read: {error}") from None
 
     @property
     def config(self) -> RunConfig:
         """The configuration of the run."""
-        try:
-            return RunConfig.from_json(self.read_json("config.json"))
-        except (KeyError, TypeError) as error:
-            raise UsageError(f"{self.path} is of another version: config.json: {error}") from None
+        return RunConfig.from_json(self.read_json("config.json"))
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The status of the run, and the results of each finished stage as JSON values."""
-        summary = self.read_json("summary.json")
-        stages = summary.get("stages") if isinstance(summary, dict) else None
-        is_table = isinstance(stages, dict) and all(isinstance(v, dict) for v in stages.values())
-        if not is_table or "status" not in summary:
+        """The status of the run, and the results of each finished stage as JSON values.
+
+        Raises UsageError if another version wrote the folder.
+        """
+        summary: Any = self.read_json("summary.json")
+        received = summary.get("format") if isinstance(summary, dict) else None
+        if received != FORMAT:
             raise UsageError(
-                f"expected {self.path / 'summary.json'} to have `status` and `stages`; {FOREIGN}"
+                f"expected a run folder of format {FORMAT}, got {self.path} of format {received}; "
+                "repeat the run, or use the version that wrote it"
             )
-        return summary
+        return dict(summary)
 
     @property
     def complete(self) -> bool:
@@ -121,7 +110,7 @@ class RunFolder:
         """Store the results of a stage, its duration, and the peak memory of a process in it."""
         summary = self.summary
         cost = {"stage_seconds": seconds, "peak_process_mib": peak_mib}
-        summary["stages"][stage] = to_json(result) | cost
+        summary["stages"][stage] = (asdict(result) if result is not None else {}) | cost
         self.write_json("summary.json", summary)
 
     def fail(self, stage: str, reason: str) -> None:
@@ -146,10 +135,10 @@ class RunFolder:
         """Write the manifest: the format, and the digest of every file outside of subfolders."""
         files = sorted(path for path in self.path.iterdir() if path.is_file())
         digests = {path.name: _compute_digest(path) for path in files if path.name != MANIFEST}
-        self.write_json(MANIFEST, {"format": FORMAT, "files": digests})
+        self.write_json(MANIFEST, digests)
 
     def require_whole(self) -> None:
-        """Raise UsageError if the files of a finished run were changed or have another format.
+        """Raise UsageError if the files of a finished run were changed.
 
         An unfinished run has no manifest, so that its files are not checked.
         """
@@ -157,15 +146,9 @@ class RunFolder:
             if self.complete:
                 raise UsageError(f"{self.path} has no {MANIFEST}; it was deleted or never written")
             return
-        manifest = self.read_json(MANIFEST)
-        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-            raise UsageError(f"expected {self.path / MANIFEST} to have `files`; {FOREIGN}")
-        if manifest.get("format") != FORMAT:
-            raise UsageError(
-                f"expected a run folder of format {FORMAT}, got {self.path} of format "
-                f"{manifest.get('format')}; repeat the run, or use the version that wrote it"
-            )
-        digests = manifest["files"]
+        digests = self.read_json(MANIFEST)
+        if not isinstance(digests, dict):
+            raise UsageError(f"{self.path / MANIFEST} was changed; restore it or run again")
         for name in dict.fromkeys((*RECORDS, *digests)):
             path = self.path / name
             if digests.get(name) != (_compute_digest(path) if path.exists() else None):
@@ -174,14 +157,14 @@ class RunFolder:
     def append_samples(self, samples: Iterable[Sample]) -> None:
         """Append raw measurements to samples.jsonl, one line per sample."""
         with (self.path / "samples.jsonl").open("a", encoding="utf-8") as file:
-            file.write("".join(to_text(sample) + "\n" for sample in samples))
+            file.write("".join(json.dumps(sample) + "\n" for sample in samples))
 
     def samples(self) -> list[Sample]:
         """Return the raw measurements. A last line without a newline is left out as truncated."""
         text = (self.path / "samples.jsonl").read_text(encoding="utf-8")
         lines = text.rpartition("\n")[0].splitlines()
         # Parsed in one call, samples share the strings of their keys, which saves memory.
-        samples: list[Sample] = from_text(f"[{','.join(lines)}]")
+        samples: list[Sample] = json.loads(f"[{','.join(lines)}]")
         return samples
 
 
@@ -226,31 +209,6 @@ def create_folder(folder: Path, name: str, text: str) -> None:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UsageError(f"{folder} cannot be written ({reason}); name another folder") from None
-
-
-def to_text(value: Any, indent: int | None = None) -> str:
-    """Return a value as JSON text. NaN and infinities become objects that `from_text` converts."""
-    return json.dumps(_tag_nonfinite(value), indent=indent, allow_nan=False)
-
-
-def from_text(text: str) -> Any:
-    """Return the value of a JSON text that `to_text` returned."""
-    return json.loads(text, object_hook=_untag_nonfinite)
-
-
-def _tag_nonfinite(value: Any) -> Any:
-    """Return a copy in which each float that is not finite is an object with the key "float"."""
-    if isinstance(value, dict):
-        return {key: _tag_nonfinite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_tag_nonfinite(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": json.dumps(value)}
-    return value
-
-
-def _untag_nonfinite(values: dict[str, Any]) -> Any:
-    return float(values["float"]) if values.keys() == {"float"} else values
 
 
 def _compute_digest(path: Path) -> str:

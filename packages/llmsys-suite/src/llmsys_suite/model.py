@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llmsys_suite.config import Size, get_size
+from llmsys_suite.config import Size, get_size, require_integer
 
 #: f(q, k, v, *, is_causal) -> (B, H, T, K); each argument is (B, H, T, K).
 Attention = Callable[..., Any]
@@ -36,17 +36,10 @@ class ModelConfig(Size):
     checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` unless sizes are positive integers and the head width is even."""
-        for name in ("d_model", "d_ff", "num_layers", "num_heads", "vocabulary", "context"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"expected an integer {name} >= 1, got {value!r}")
-        if self.d_model % self.num_heads:
-            raise ValueError(
-                f"expected d_model to be a multiple of {2 * self.num_heads}, twice the number of "
-                f"heads, got {self.d_model}"
-            )
-        compute_rotary_frequencies(self.d_model // self.num_heads)
+        """Raise `ValueError` if no model can have this shape."""
+        super().__post_init__()
+        require_integer("vocabulary", self.vocabulary, 1)
+        require_integer("context", self.context, 1)
 
     @classmethod
     def from_size(cls, size: str, *, vocabulary: int = 256, context: int = 128) -> ModelConfig:
@@ -186,13 +179,8 @@ class SwiGLU(nn.Module):
 def compute_rotary_frequencies(head_dim: int) -> Tensor:
     """Return the angle per position, in radians, of each pair of dims; shape (head_dim / 2,).
 
-    See Su et al. 2021, section 3.2. Raises ValueError if `head_dim` is odd.
+    See Su et al. 2021, section 3.2. `Size` ensures that `head_dim` is even.
     """
-    if head_dim % 2:
-        raise ValueError(
-            f"rotary positions need an even head_dim, got {head_dim}; choose d_model and num_heads "
-            "so that d_model / num_heads is even"
-        )
     # Computed on the CPU, so that the frequencies are the same on every device.
     even_dims = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")
     return ROPE_BASE ** (-even_dims / head_dim)
@@ -208,13 +196,11 @@ def compute_rotary_table(head_dim: int, context: int) -> Tensor:
 def rotate(x_BHTK: Tensor, rope: Tensor) -> Tensor:
     """Rotate dims i and i + K / 2 of each position by the angles of `compute_rotary_table`.
 
-    Raises ValueError if K is odd or `rope` is not of shape (2, T, K / 2).
+    Raises ValueError if `rope` is not of shape (2, T, K / 2), because it would broadcast.
     """
-    if rope.shape[1:] != (x_BHTK.shape[-2], x_BHTK.shape[-1] // 2) or x_BHTK.shape[-1] % 2:
-        raise ValueError(
-            f"expected rope of shape (2, {x_BHTK.shape[-2]}, K / 2) for an even K, got "
-            f"{tuple(rope.shape)} for K = {x_BHTK.shape[-1]}"
-        )
+    expected = (2, x_BHTK.shape[-2], x_BHTK.shape[-1] // 2)
+    if rope.shape != expected:
+        raise ValueError(f"expected rope of shape {expected}, got {tuple(rope.shape)}")
     a, b = x_BHTK.chunk(2, dim=-1)
     cos, sin = rope
     # Under autocast the table may be more precise than the queries and keys.

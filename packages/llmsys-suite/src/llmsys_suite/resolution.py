@@ -24,6 +24,7 @@ from llmsys_suite.config import (
     compute_default_rows,
     count_gpus,
     get_size,
+    require_integer,
     require_known,
 )
 
@@ -167,8 +168,7 @@ def _check_numbers(config: RunConfig) -> None:
         value = getattr(config, name)
         if name == "learn" and value is None:
             continue
-        if type(value) is not int or value < minimum:
-            raise UsageError(f"expected {name} to be an integer >= {minimum}, got {value!r}")
+        require_integer(name, value, minimum)
     if config.seed > MOST_SEED:
         raise UsageError(f"expected seed <= {MOST_SEED}, got {config.seed}")
     if config.rows % config.world:

@@ -6,10 +6,9 @@ The rows of a table are flat dicts. The key of a column contains its unit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from llmsys_suite.config import UsageError
 from llmsys_suite.measure.interleaved import Interleaved
 
 Row = dict[str, Any]
@@ -161,26 +160,17 @@ _KINDS = (Plan, Links, Attention, Train, Learn, Parallel, Memory, Scale, Inspect
 KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in _KINDS}
 
 
-def to_json(result: Any) -> Row:
-    """Return a result as values that JSON can represent; {} for a stage without results."""
-    return {} if result is None else asdict(result)
-
-
 def from_json(stages: Mapping[str, Row]) -> dict[str, Any]:
-    """Return the results that `to_json` wrote; raise `UsageError` if another version wrote them."""
+    """Return the results of the stages that the run folder stores."""
     loaded = {}
     for stage, values in stages.items():
         kind: Any = Skipped if "skipped" in values else KINDS.get(stage)
         if kind is None:
             continue
-        try:
-            arguments = {field.name: values[field.name] for field in fields(kind)}
-            if "interleaved" in arguments:  # the only nested dataclass
-                arguments["interleaved"] = Interleaved(**arguments["interleaved"])
-            loaded[stage] = kind(**arguments)
-        except (KeyError, TypeError) as error:
-            message = f"stage {stage} was written by another version: {error}; repeat the run"
-            raise UsageError(message) from None
+        arguments = {field.name: values[field.name] for field in fields(kind)}
+        if "interleaved" in arguments:  # the only nested dataclass
+            arguments["interleaved"] = Interleaved(**arguments["interleaved"])
+        loaded[stage] = kind(**arguments)
     return loaded
 
 

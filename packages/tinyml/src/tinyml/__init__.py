@@ -9,9 +9,8 @@ from tinyml.adapters.lora import LoRA
 from tinyml.adapters.merging import merge, merge_and_unload, unmerge
 from tinyml.adapters.peft_files import load_lora, save_lora
 from tinyml.adapters.soft_prompt import SoftPrompt
-from tinyml.export.awq_checkpoint import save_awq
 from tinyml.export.gguf_file import save_gguf
-from tinyml.export.gptq_checkpoint import save_gptq
+from tinyml.export.pretrained_folder import save_awq, save_gptq
 from tinyml.export.safetensors_file import load, save
 from tinyml.integer.model import IntegerModel
 from tinyml.integer.to_c import CProgram, to_c

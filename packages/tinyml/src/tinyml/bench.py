@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from tinyml.export.atomic_file import atomic_file
 from tinyml.integer.model import IntegerModel
 from tinyml.integer.to_c import to_c
+from tinyml.quantization.fastest_linear import FastestLinear
 from tinyml.quantization.kmeans import kmeans
 from tinyml.quantization.linear import quantize
 from tinyml.size import size_of
@@ -108,9 +109,7 @@ def _bench_linear(device: str, quick: bool) -> list[Row]:
                 "in": inputs,
                 "out": outputs,
                 "processor": _describe_processor(),
-                "chosen": layer.explain([tokens])[0].split(" (")[0].split(": ")[-1]
-                if hasattr(layer, "explain")
-                else "float32",
+                "chosen": _get_chosen(layer, tokens),
                 **_measure_ratio(partial(linear, x), partial(ours, x), rounds),
                 "relative_error": float((ours(x) - linear(x)).norm() / linear(x).norm()),
                 "weight_bytes_ratio": linear[0].weight.nbytes / size_of(ours).bytes,
@@ -123,6 +122,13 @@ def _bench_linear(device: str, quick: bool) -> list[Row]:
                 row["torchao_relative_error"] = float(error)  # sums saturate without VNNI
             rows.append(row)
     return rows
+
+
+def _get_chosen(layer: nn.Module, tokens: int) -> str:
+    """Return the implementation that is used for this number of tokens."""
+    if isinstance(layer, FastestLinear):
+        return layer.get_timing(layer.make_example(tokens)).selected
+    return "float32"
 
 
 _LAYERS: tuple[tuple[str, int, Literal["dynamic", "auto"]], ...] = (

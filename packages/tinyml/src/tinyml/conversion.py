@@ -144,7 +144,7 @@ def check_supported(model: nn.Module) -> None:
 
 
 class Replacement(nn.Module):
-    """A module of this package that replaces a linear layer or an embedding."""
+    """A module of this package that replaces a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()

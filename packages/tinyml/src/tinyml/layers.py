@@ -34,25 +34,17 @@ def get_weight(layer: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def is_product_or_rows(layer: nn.Module, call: Callable[[Tensor], Any]) -> bool:
-    """Return True if `call` returns the product with the layer's weight, or rows of an embedding.
+def is_product(layer: nn.Module, call: Callable[[Tensor], Any]) -> bool:
+    """Return True if `call` returns the product with the layer's weight, plus the bias.
 
-    The product includes the bias, and rows are multiplied by `embed_scale` if the layer has this
-    attribute. Two inputs are checked. `call` is the layer with its hooks, or its `forward`. The
-    `forward` of a subclass may normalize or scale the outputs, or compute positions. Return False
-    if `call` raises an exception.
+    Two inputs are checked. `call` is the layer with its hooks, or its `forward`. The `forward` of a
+    subclass may normalize or scale the outputs. Return False if `call` raises an exception.
     """
     weight = get_weight(layer)
     try:
-        if isinstance(layer, nn.Embedding):
-            # Descending indices differ from the positions that some forwards use instead.
-            inputs = torch.tensor([[layer.num_embeddings - 1, 0]], device=weight.device)
-            scale = torch.as_tensor(getattr(layer, "embed_scale", 1.0)).to(weight)
-            expected = F.embedding(inputs, weight) * scale
-        else:
-            matrix = put_outputs_first(layer, weight)
-            inputs = torch.linspace(-1, 1, 2 * matrix.shape[1]).to(weight).view(2, -1)
-            expected = F.linear(inputs, matrix, cast(Tensor | None, layer.bias))
+        matrix = put_outputs_first(layer, weight)
+        inputs = torch.linspace(-1, 1, 2 * matrix.shape[1]).to(weight).view(2, -1)
+        expected = F.linear(inputs, matrix, cast(Tensor | None, layer.bias))
         outputs = call(inputs)
         error = (outputs - expected).float().norm()
     except Exception:  # a forward with other arguments or results may raise any exception

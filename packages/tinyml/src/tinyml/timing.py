@@ -1,10 +1,10 @@
-"""Selection of the fastest of several implementations of a function on this machine.
+"""Selection of the faster of two implementations of a function on this machine.
 
-Implementations are timed in interleaved rounds. Another implementation replaces the reference only
-if it is clearly faster in most rounds, with its weights in the cache and out of it. Long calls are
-timed in one state only. Implementations that cannot be selected are dropped as early as possible,
-because a call may take seconds. Decisions are stored in a file per user, so that other processes on
-the same machine need not repeat them.
+Both are timed in interleaved rounds. The other implementation replaces the reference only if it is
+clearly faster in most rounds, with its weights in the cache and out of it. Long calls are timed in
+one state only. The measurement ends as early as possible, because a call may take seconds.
+Decisions are stored in a file per user, so that other processes on the same machine need not repeat
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,7 @@ _CACHE_BYTES = 64 * 2**20
 _LONG_MS = 10.0  # calls that take longer than filling the cache are timed in one state only
 _LEAST_SECONDS = 5e-4  # shorter calls are repeated and averaged
 _WARM_UP = 4  # calls before the timed ones, so that the cache contains the weights
-_TOO_SLOW = 3.0  # without a reference, the largest ratio to the fastest that is not dropped
-_FIRST_MARGIN = 1.2  # with a reference, the speedup in the first calls must reach this ratio
+_FIRST_MARGIN = 1.2  # the speedup in the first calls must reach this ratio
 
 Implementation = Callable[[Tensor], Tensor]
 
@@ -72,66 +71,52 @@ def format_times(times: Mapping[str, float]) -> str:
 def measure(
     implementations: Mapping[str, Implementation],
     inputs: Tensor,
-    is_correct: Callable[[str], bool],
-    reference: str | None = None,
+    is_correct: Callable[[], bool],
+    reference: str,
 ) -> Timing:
-    """Return the fastest implementation for `inputs`, or `reference` if none is clearly faster.
+    """Return the faster of two implementations for `inputs`: `reference`, or a clearly faster one.
 
-    Without `reference`, return the implementation with the lowest median, with its weights in the
-    cache. An implementation that is not supported, or for which `is_correct(name)` is False, is
-    never returned. `is_correct` is called only for an implementation that would be returned.
-    `inputs` has the shape (tokens, width).
+    The other implementation is not selected if it is not supported, or if `is_correct()` is False.
+    `is_correct` is called only if the other implementation is clearly faster. `inputs` has the
+    shape (tokens, width).
     """
-    remaining = dict(implementations)
-    timing = _select_fastest(remaining, inputs, reference)
-    while not is_correct(timing.selected):
-        del remaining[timing.selected]
-        timing = _select_fastest(remaining, inputs, reference)
+    timing = _select_faster(implementations, inputs, reference)
+    if timing.selected != reference and not is_correct():
+        return replace(timing, selected=reference)
     return timing
 
 
-def _select_fastest(
-    implementations: Mapping[str, Implementation], inputs: Tensor, reference: str | None
+def _select_faster(
+    implementations: Mapping[str, Implementation], inputs: Tensor, reference: str
 ) -> Timing:
+    (other,) = implementations.keys() - {reference}
     first = _measure_first_calls(implementations, inputs, reference)
-    limit = _TOO_SLOW * min(first.values())
-    if reference is not None:
-        # An implementation that is hardly faster for a few tokens is not clearly faster for many.
-        limit = first[reference] / _FIRST_MARGIN
-    calls = {
-        name: partial(implementations[name], inputs)
-        for name, time_ms in first.items()
-        if time_ms <= limit or name == reference
-    }
-    if len(calls) == 1:
-        return Timing(next(iter(calls)), first, {})
-    warm, cold = _measure_rounds(calls, reference, is_long=min(first.values()) > _LONG_MS)
-    median = first | {name: statistics.median(times) for name, times in warm.items()}
+    # An implementation that is hardly faster for a few tokens is not clearly faster for many.
+    if other not in first or first[other] > first[reference] / _FIRST_MARGIN:
+        return Timing(reference, first, {})
+    calls = {name: partial(implementations[name], inputs) for name in (reference, other)}
+    warm, cold = _measure_rounds(calls, reference, other, is_long=min(first.values()) > _LONG_MS)
+    selected = other
+    for times in (warm, cold):
+        wins = len(times[other]) - _count_losses(times[other], times[reference])
+        if wins < WIN_FRACTION * len(times[other]):
+            selected = reference
+    median = {name: statistics.median(times) for name, times in warm.items()}
     cold_median = {name: statistics.median(times) for name, times in cold.items() if times}
-    eligible = list(calls)
-    if reference is not None:
-        lost = {reference}
-        for times in (warm, cold):
-            for name in calls:
-                wins = len(times[name]) - _count_losses(times[name], times[reference])
-                if wins < WIN_FRACTION * len(times[name]):
-                    lost.add(name)
-        eligible = [name for name in calls if name not in lost] or [reference]
-    best = min(eligible, key=lambda name: median[name] + cold_median.get(name, 0.0))
-    return Timing(best, median, cold_median)
+    return Timing(selected, median, cold_median)
 
 
 def _measure_first_calls(
-    implementations: Mapping[str, Implementation], inputs: Tensor, reference: str | None
+    implementations: Mapping[str, Implementation], inputs: Tensor, reference: str
 ) -> dict[str, float]:
     """Return the milliseconds of the best of a few calls of each supported implementation.
 
     On a CPU, the calls receive at most `TRIAL_TOKENS` tokens, and the time is extrapolated to all
-    tokens. A GPU needs many tokens to be busy, so the calls on a GPU receive all tokens.
+    tokens. A GPU needs many tokens to be busy, so the calls on a GPU receive all tokens. An error
+    of `reference` is raised.
     """
     trial = inputs[:TRIAL_TOKENS] if inputs.device.type == "cpu" else inputs
     first: dict[str, float] = {}
-    error: Exception | None = None
     for name, implementation in implementations.items():
         call = partial(implementation, trial)
         try:  # the first call prepares the weights of an implementation
@@ -139,24 +124,22 @@ def _measure_first_calls(
             repeats = 1 if single > _LONG_MS else 3
             best = min(single, *(measure_ms(call) for _ in range(repeats)))
             first[name] = best * len(inputs) / len(trial)
-        except (RuntimeError, AttributeError) as not_supported:
-            error = not_supported
-    if error is not None and (not first or reference not in (None, *first)):
-        raise error
+        except (RuntimeError, AttributeError):
+            if name == reference:
+                raise
     return first
 
 
 def _measure_rounds(
-    calls: Mapping[str, Callable[[], Tensor]], reference: str | None, *, is_long: bool
+    calls: Mapping[str, Callable[[], Tensor]], reference: str, other: str, *, is_long: bool
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the milliseconds of interleaved calls, with the weights in the cache and out of it.
 
-    Without `reference`, or if `is_long`, the lists for the state out of the cache are empty. The
-    rounds end early if no call can still replace the reference. They also end after a quarter of a
-    second, but not before five rounds.
+    If `is_long`, the lists for the state out of the cache are empty. The rounds end early if
+    `other` can no longer replace `reference`. They also end after a quarter of a second, but not
+    before five rounds.
     """
-    has_cold_rounds = reference is not None and not is_long
-    fill_the_cache = torch.ones(_CACHE_BYTES // 4 if has_cold_rounds else 0).sum
+    fill_the_cache = torch.ones(0 if is_long else _CACHE_BYTES // 4).sum
     warm: dict[str, list[float]] = {name: [] for name in calls}
     cold: dict[str, list[float]] = {name: [] for name in calls}
     max_rounds = ROUNDS // 2 if is_long else ROUNDS
@@ -167,15 +150,10 @@ def _measure_rounds(
             break
         for name, call in calls.items():
             warm[name].append(measure_ms(call) if is_long else _measure_in_cache(call))
-            if has_cold_rounds:
+            if not is_long:
                 cold[name].append(_measure_after(fill_the_cache, call))
-        if reference is not None:
-            losses = {
-                name: max(_count_losses(t[name], t[reference]) for t in (warm, cold))
-                for name in calls.keys() - {reference}
-            }
-            if min(losses.values()) > max_losses:
-                break
+        if max(_count_losses(t[other], t[reference]) for t in (warm, cold)) > max_losses:
+            break
     return warm, cold
 
 

@@ -41,40 +41,16 @@ def check_descriptions_match(descriptions: Sequence[Sequence[Any]]) -> None:
                 )
 
 
-def find_unresponsive_ranks(
-    group: dist.ProcessGroup | None, description: str
-) -> tuple[list[int], dict[int, str]]:
-    """Return the global ranks that do not respond, and the failed call of each responding rank.
-
-    Every surviving rank of the group calls this function, because every rank detects the failure.
-    If the store hangs or fails, return only rank 0, which hosts the store unless torchrun does.
-    """
-    group = group or dist.group.WORLD
-    assert group is not None
-    latest_time, latest = _latest.get(group, (0.0, ([], {})))
-    if latest[0] and time.monotonic() - latest_time < GRACE_SECONDS:
-        return latest
-    answers: list[tuple[list[int], dict[int, str]]] = []
-    ranks = dist.get_process_group_ranks(group)
-    thread = threading.Thread(
-        target=lambda: answers.append(_poll_store(ranks, group.group_name, description)),
-        daemon=True,
-    )
-    thread.start()
-    thread.join(GRACE_SECONDS + STORE_SECONDS)
-    latest = answers[0] if answers else ([0], {})
-    _latest[group] = time.monotonic(), latest
-    return latest
-
-
 def _poll_store(
     ranks: list[int], group_name: str, description: str
 ) -> tuple[list[int], dict[int, str]]:
-    """Report this rank's failed call in the store, and poll for the reports of other ranks.
+    """Return the global ranks that do not respond, and the failed call of each responding rank.
 
-    Return the same values as `find_unresponsive_ranks`. A rank that reported an earlier failure of
-    the group may be dead. Its report is not accepted later than `GRACE_SECONDS` after this rank
-    first read it.
+    Report this rank's failed call in the store, and poll for the reports of the other ranks of the
+    group. They call this function too, because every rank detects the failure. If the store fails,
+    return only rank 0, which hosts the store unless torchrun does. A rank that reported an earlier
+    failure of the group may be dead. Its report is not accepted later than `GRACE_SECONDS` after
+    this rank first read it.
     """
     store = dist.distributed_c10d._get_default_store()
     missing = {rank: f"zero/alive/{group_name}/{rank}" for rank in ranks}
@@ -95,9 +71,32 @@ def _poll_store(
     return sorted(missing), answers
 
 
+def _find_unresponsive_ranks(
+    group: dist.ProcessGroup, description: str
+) -> tuple[list[int], dict[int, str]]:
+    """Return the result of `_poll_store`, or rank 0 if the store hangs."""
+    latest_time, latest = _latest.get(group, (0.0, ([], {})))
+    if latest[0] and time.monotonic() - latest_time < GRACE_SECONDS:
+        return latest
+    polled: list[tuple[list[int], dict[int, str]]] = []
+    ranks = dist.get_process_group_ranks(group)
+    # The store may hang, because its host has failed.
+    thread = threading.Thread(
+        target=lambda: polled.append(_poll_store(ranks, group.group_name, description)),
+        daemon=True,
+    )
+    thread.start()
+    thread.join(GRACE_SECONDS + STORE_SECONDS)
+    latest = polled[0] if polled else ([0], {})
+    _latest[group] = time.monotonic(), latest
+    return latest
+
+
 def explain(error: Exception, group: dist.ProcessGroup | None, description: str) -> RuntimeError:
     """Return an error that names the unresponsive ranks, or the failed calls if all respond."""
-    unresponsive, answers = find_unresponsive_ranks(group, description)
+    group = group or dist.group.WORLD
+    assert group is not None
+    unresponsive, answers = _find_unresponsive_ranks(group, description)
     if not unresponsive and len(set(answers.values())) > 1:
         calls = "; ".join(f"rank {rank}: {answers[rank]}" for rank in sorted(answers))
         return RuntimeError(
@@ -107,9 +106,9 @@ def explain(error: Exception, group: dist.ProcessGroup | None, description: str)
     if not unresponsive:
         return RuntimeError(f"{description} failed although every rank is alive: {error}")
     noun = "rank" if len(unresponsive) == 1 else "ranks"
-    ranks = ", ".join(map(str, unresponsive))
+    named = ", ".join(map(str, unresponsive))
     return RuntimeError(
-        f"{description} failed on rank {dist.get_rank()}: {noun} {ranks} ended (for example "
+        f"{description} failed on rank {dist.get_rank()}: {noun} {named} ended (for example "
         "because of fewer inputs), hangs, or raised an error, which only its own output shows; "
         f"restart all ranks from the last checkpoint ({error})"
     )

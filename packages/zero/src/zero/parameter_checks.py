@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from math import gcd
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -59,74 +58,48 @@ def check_shardable(
 def _check_separate_memory(
     parameters: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]] = ()
 ) -> None:
-    """Raise ValueError if a parameter shares memory, which sharding would separate.
+    """Raise ValueError if the memory ranges of a parameter and of another tensor overlap.
 
-    One parameter object in several modules (a tied parameter) is not an error.
+    Sharding would separate the two tensors. Tensors that alternate in one range, such as column
+    halves of one matrix, are refused too. One parameter object in several modules (a tied
+    parameter) is not an error, and two buffers may share memory.
     """
     name_of: dict[Tensor, str] = {}
     for name, tensor in (*parameters, *buffers):
         if not tensor.is_meta and tensor.layout == torch.strided and tensor.numel():
             name_of.setdefault(tensor, name)
     parameter_set = {parameter for _, parameter in parameters}
-    ordered = sorted(name_of, key=lambda p: (str(p.device), p.data_ptr()))
-    # Each cluster's memory ranges overlap. Usually every cluster has one tensor.
-    cluster: list[Tensor] = []
-    cluster_end = 0
-    for parameter in ordered:
-        is_separate = parameter.data_ptr() >= cluster_end
-        if not cluster or is_separate or parameter.device != cluster[0].device:
-            _check_cluster(cluster, name_of, parameter_set)
-            cluster, cluster_end = [], 0
-        cluster.append(parameter)
-        cluster_end = max(cluster_end, _compute_memory_end(parameter))
-    _check_cluster(cluster, name_of, parameter_set)
-
-
-def _check_cluster(
-    cluster: Sequence[Tensor], name_of: Mapping[Tensor, str], parameter_set: Collection[Tensor]
-) -> None:
-    """Raise ValueError if a parameter shares bytes with another tensor of the cluster.
-
-    Two buffers may share bytes. The tensors are sorted by address.
-    """
-    if len(cluster) < 2:
-        return
-    start = cluster[0].data_ptr()
-    # One flag stands for the largest number of bytes that divides all offsets and sizes.
-    flag_bytes = gcd(*(size for p in cluster for size in (p.itemsize, p.data_ptr() - start)))
-    num_flags = (max(map(_compute_memory_end, cluster)) - start) // flag_bytes
-    is_used = torch.zeros(num_flags, dtype=torch.bool, device="cpu")
-    ordered = sorted(cluster, key=lambda tensor: tensor not in parameter_set)
-    for second in ordered:
-        flags = _view_flags(second, is_used, start, flag_bytes)
-        if flags.any():
-            is_used.zero_()
-            flags.fill_(True)
-            first = next(p for p in ordered if _view_flags(p, is_used, start, flag_bytes).any())
+    # The tensor, and the parameter, whose memory reaches furthest so far.
+    furthest: Tensor | None = None
+    furthest_parameter: Tensor | None = None
+    for tensor in sorted(name_of, key=lambda tensor: (str(tensor.device), tensor.data_ptr())):
+        is_parameter = tensor in parameter_set
+        earlier = furthest if is_parameter else furthest_parameter
+        if earlier is not None and _reaches(earlier, tensor.device, tensor.data_ptr()):
+            first, second = sorted((earlier, tensor), key=lambda t: t not in parameter_set)
             raise ValueError(
                 f"{name_of[first]} and {name_of[second]} share memory, which sharding would "
                 "separate: assign one parameter to both modules, as in second.weight = "
                 "first.weight, or clone one of the tensors"
             )
-        flags.fill_(second in parameter_set)
+        end = _compute_memory_end(tensor)
+        if furthest is None or not _reaches(furthest, tensor.device, end):
+            furthest = tensor
+        if is_parameter and (
+            furthest_parameter is None or not _reaches(furthest_parameter, tensor.device, end)
+        ):
+            furthest_parameter = tensor
+
+
+def _reaches(tensor: Tensor, device: torch.device, address: int) -> bool:
+    """Return True if the memory of a tensor ends after an address of a device."""
+    return tensor.device == device and _compute_memory_end(tensor) > address
 
 
 def _compute_memory_end(tensor: Tensor) -> int:
     """Return the address after the last element of a tensor that is not empty."""
     last = sum((size - 1) * s for size, s in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (last + 1) * tensor.itemsize
-
-
-def _view_flags(tensor: Tensor, flags: Tensor, start: int, flag_bytes: int) -> Tensor:
-    """Return a view of the flags of a tensor's bytes; `flags[0]` is the flag of address `start`."""
-    # Elements of a dimension with stride 0 have the same bytes.
-    sizes = [size if s else 1 for size, s in zip(tensor.shape, tensor.stride(), strict=True)]
-    strides = [s * tensor.itemsize // flag_bytes for s in tensor.stride()]
-    return flags.as_strided(
-        (*sizes, tensor.itemsize // flag_bytes),
-        (*strides, 1),
-        storage_offset=(tensor.data_ptr() - start) // flag_bytes,
-    )
 
 
 def check_module(module: nn.Module, adopted: set[nn.Parameter]) -> None:

@@ -19,8 +19,6 @@ from ddp.naive import all_reduce_gradients, all_reduce_gradients_flat
 
 #: Bucket sizes of the designs that use the functions from the command line.
 CUSTOM_SIZES_MB = (25.0, 100.0)
-#: Bucket sizes of the designs whose first bucket has 1 MB, as with the default size of 25 MB.
-EARLY_SIZES_MB = (4.0, 10.0)
 
 #: A function that runs a wrapped model on this rank's batch and returns the loss.
 Loss = Callable[[nn.Module], Tensor]
@@ -159,9 +157,6 @@ def _build_makers(sizes_mb: Sequence[float], custom: dict[str, Any]) -> dict[str
     for size in sizes_mb:
         name = f"{size:g} MB"
         makers[name] = partial(_wrap_with_ddp, name, bucket_size_mb=size)
-    for size in EARLY_SIZES_MB:
-        name = f"early {size:g} MB"
-        makers[name] = partial(_wrap_with_ddp, name, bucket_cap_mb_list=[1.0, size])
     name = "bfloat16 10 MB"
     makers[name] = partial(_wrap_with_ddp, name, bucket_size_mb=10.0, gradient_dtype=torch.bfloat16)
     makers["torch"] = partial(_wrap_with_torch_ddp, "torch")

@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import re
-import socket
 import tempfile
 import time
 from collections.abc import Sequence
@@ -34,7 +33,6 @@ from torch.multiprocessing.spawn import start_processes
 
 from ddp.bench.designs import Design, Timing, Workload, make_designs
 from ddp.bench.rows import Link, Measured, Row, compute_median_rows
-from ddp.consistency.model_agreement import gather_objects
 from ddp.metering.trace import draw_steps, write_atomically
 
 SIZES_MB = (1.0, 10.0, 25.0, 100.0, 1000.0)
@@ -121,13 +119,6 @@ def _measure_rows(options: BenchOptions) -> list[Row]:
     return rows if dist.get_rank() == 0 else []
 
 
-def _count_cores_per_rank() -> float:
-    """Return the number of cores per rank of this machine, on which hosts may be emulated."""
-    host = socket.gethostname()
-    ranks = gather_objects(host).count(host)
-    return max(1.0, (os.cpu_count() or 1) / ranks)
-
-
 def _measure(
     options: BenchOptions, workload: Workload, link: Link, device: torch.device
 ) -> Measured:
@@ -151,7 +142,6 @@ def _measure(
         workload.__name__,
         model_bytes,
         link,
-        _count_cores_per_rank(),
         contenders,
         timings[WARMUP_ROUNDS:],
         first_steps=timings[:WARMUP_ROUNDS, :, Timing._fields.index("step")],

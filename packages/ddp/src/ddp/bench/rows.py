@@ -41,7 +41,6 @@ class Measured:
     workload: str
     model_bytes: int
     link: Link
-    cores_per_rank: float
     designs: Sequence[Design]
     #: `timings[round, design]` is the `Timing` of the slowest rank.
     timings: np.ndarray
@@ -142,33 +141,21 @@ class Measured:
         return rows
 
     def _build_bound_row(self) -> Row:
-        """Return lower bounds on the step time of designs that send every gradient uncompressed.
+        """Return a lower bound on the step time of designs that send every gradient uncompressed.
 
-        For the overlap bound, gradients are sent from the start of the backward pass at the
-        bandwidth of an idle link. The processor bound is the least measured processor time of such
-        a design, divided by the number of cores per rank.
+        Gradients are sent from the start of the backward pass at the bandwidth of an idle link.
         """
         step = median(self.get_seconds("none"))
         backward = median(self.get_seconds("none", "backward"))
         wire = self.model_bytes / self.link.bandwidth
-        exposed = max(0.0, wire - backward)
-        busy = []
-        for design in self.designs:
-            is_uncompressed = design.name in ("torch", "torch tuned")
-            if design.meter is not None:
-                is_uncompressed = design.meter.last.gradient_bytes == self.model_bytes
-            if is_uncompressed:
-                busy.append(median(self.get_seconds(design.name, "cpu")) / self.cores_per_rank)
-        cpu_bound = min(busy, default=0.0)
+        bound = step + max(0.0, wire - backward)
         row: Row = {
             "case": "bound",
             "forward_and_optimizer_ms": 1e3 * (step - backward),
             "backward_ms": 1e3 * backward,
             "wire_ms": 1e3 * wire,
-            "overlap_bound_ms": 1e3 * (step + exposed),
-            "cpu_bound_ms": 1e3 * cpu_bound,
+            "overlap_bound_ms": 1e3 * bound,
         }
-        bound = max(step + exposed, cpu_bound)
         for reference in REFERENCES:
             key = f"bound_ratio_to_{reference.replace(' ', '_')}"
             is_measured = reference in self.names

@@ -17,8 +17,7 @@ def should_copy_buffers(replica: Any) -> bool:
 
     Inside `join()`, the first synchronized forward pass of each step copies them.
     """
-    is_enabled = replica.is_connected and replica.options.sync_buffers
-    if not is_enabled or not replica.tracked.has_buffers():
+    if not replica.options.sync_buffers or not replica.tracked.has_buffers():
         return False
     if replica.is_joining:
         return torch.is_grad_enabled() and bool(replica.ddp.require_backward_grad_sync)

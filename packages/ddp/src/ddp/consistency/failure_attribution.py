@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -63,23 +63,14 @@ class FailureAttribution(Extension):
     def attribute_errors(self, description: str, work: dist.Work | None = None) -> Iterator[None]:
         """Replace an error of a collective in the block by an error that names the failed rank.
 
-        An error with an attribute `ranks` names the failed ranks itself. It is raised unchanged,
-        unless one of these ranks has written a reason. `work` is polled until it completes, so that
-        the failure of another rank ends the wait.
+        `work` is polled until it completes, so that the failure of another rank ends the wait.
         """
         try:
             if work is not None:
                 self._poll(work)
             yield
         except (RuntimeError, OSError) as error:
-            ranks = getattr(error, "ranks", ())
-            if ranks and not self._has_reason(ranks):
-                self.report_failure(f"{type(error).__name__}: {error}")
-                error.add_note(f"rank {self._rank} was waiting for {description}")
-                raise
-            attributed: Any = self._make_attributed_error(description, error)
-            attributed.ranks = ranks
-            raise attributed from error
+            raise self._make_attributed_error(description, error) from error
 
     def rendezvous(self, cause: str, value: Any) -> list[Any]:
         """Return the `value` of every rank. This is a collective.
@@ -161,12 +152,6 @@ class FailureAttribution(Extension):
                 "fewer inputs), hangs, or raised an error that only its own output shows"
             )
         return "; ".join(causes or gave_up)
-
-    def _has_reason(self, ranks: Iterable[int]) -> bool:
-        try:
-            return any(self._store.check([f"{self._key}/{rank}"]) for rank in ranks)
-        except (RuntimeError, OSError):
-            return False
 
     def _write_reason(self, reason: str) -> None:
         # If the rank that hosts the store is dead, `_find_cause` reports it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,8 +31,6 @@ class GradientReport:
 
     #: Names of parameters without a gradient.
     missing: tuple[str, ...] = ()
-    #: Names of parameters whose gradient contains NaN.
-    with_nan: tuple[str, ...] = ()
     #: True if the parameters were changed in place between the starts of the last two steps.
     has_stepped: bool = False
     #: Checksum of the weights; 0 if it is not needed.
@@ -51,14 +49,12 @@ class GradientAgreement(Extension):
         failures: FailureAttribution,
         *,
         find_unused_parameters: bool,
-        check_nan: bool,
     ) -> None:
         #: False to average over the ranks that still have inputs, as in `DDP.join`.
         self.divide_by_initial_world_size = True
         self._group = group
         self._failures = failures
         self._find_unused_parameters = find_unused_parameters
-        self._check_nan = check_nan
         #: The parameters in the last step, and the sum of their version counters at its start.
         self._step_parameters: Sequence[nn.Parameter] = ()
         self._versions_at_step = 0
@@ -87,11 +83,9 @@ class GradientAgreement(Extension):
 
     def before_bucket_launch(self, step: Step, bucket: Bucket) -> None:
         """Write the flags of the bucket."""
-        if self._check_nan:
-            bucket.record_nan_slots()
-        is_suspect = bool(bucket.nan_slots)
+        is_suspect = False
         if bucket.is_last and step.is_participating:
-            is_suspect |= _sum_versions(self._forward_parameters) != self._versions_before_forward
+            is_suspect = _sum_versions(self._forward_parameters) != self._versions_before_forward
         bucket.write_flags(
             is_participating=step.is_participating,
             has_stepped=self._has_stepped,
@@ -171,14 +165,11 @@ class GradientAgreement(Extension):
 
     def _make_report(self, buckets: Sequence[Bucket], *, with_weights: bool) -> GradientReport:
         missing = []
-        with_nan = []
         for bucket in buckets:
             missing += [(bucket.indices[slot], bucket.names[slot]) for slot in bucket.missing]
-            with_nan += [(bucket.indices[slot], bucket.names[slot]) for slot in bucket.nan_slots]
         weights = self._forward_parameters or self._step_parameters
         return GradientReport(
             tuple(name for _, name in sorted(missing)),
-            tuple(name for _, name in sorted(with_nan)),
             self._has_stepped,
             compute_checksum(weights) if with_weights else 0,
         )
@@ -190,28 +181,18 @@ def check_same_gradients(
     """Compare the reports of all ranks; return the names of parameters that no rank used.
 
     This is a collective. A rank that has run out of inputs passes None. Raises `RuntimeError` on
-    every rank if a gradient contains NaN, or if the weights differ. Also raises it if a parameter
-    has a gradient on some ranks only and `find_unused_parameters` is False.
+    every rank if the weights differ. Also raises it if a parameter has a gradient on some ranks
+    only and `find_unused_parameters` is False.
     """
     reports: dict[int, GradientReport] = {}
     for rank, gathered in enumerate(gather_objects(report, group)):
         if gathered is not None:
             reports[rank] = gathered
-    _check_nan(reports)
     _check_weights(reports)
     unused = set.intersection(*(set(other.missing) for other in reports.values()))
     if not find_unused_parameters:
         _check_missing(reports, unused)
     return unused
-
-
-def _check_nan(reports: dict[int, GradientReport]) -> None:
-    for rank, report in reports.items():
-        if report.with_nan:
-            raise RuntimeError(
-                f"the gradient of {_shorten(report.with_nan)} contains NaN on rank {rank}; skip "
-                "the optimizer step on every rank, or inspect the batch of that rank"
-            )
 
 
 def _check_weights(reports: dict[int, GradientReport]) -> None:
@@ -246,6 +227,30 @@ def _check_missing(reports: dict[int, GradientReport], unused: set[str]) -> None
             "use all parameters on every rank, or count a missing gradient as zero with "
             "DDP(..., find_unused_parameters=True)"
         )
+
+
+def check_unused(parameters: Mapping[str, nn.Parameter], trained: Sequence[str], rank: int) -> None:
+    """Raise `RuntimeError`, with the message of torch's DDP, if one of `parameters` is not frozen.
+
+    `parameters` are those that no rank used in the last step, and `trained` the names of all
+    trained parameters. The caller may have frozen parameters since the last step.
+    """
+    names = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    if not names:
+        return
+    cause = f"did not receive grad for rank {rank}: "
+    indices = [str(trained.index(name)) for name in names]
+    raise RuntimeError(
+        "Expected to have finished reduction in the prior iteration before starting a new one: "
+        "its loss did not depend on every parameter, on any rank. Make sure that all "
+        "`forward` function outputs participate in calculating loss; freeze parameters that "
+        "are not trained; or allow unused parameters by passing the keyword argument "
+        "`find_unused_parameters=True`. (To see names, it is not "
+        "necessary to set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
+        "DETAIL.) "
+        f"Parameters which {cause}{', '.join(names)}. Parameter indices which "
+        f"{cause}{' '.join(indices)}"
+    )
 
 
 def _sum_versions(parameters: Sequence[nn.Parameter]) -> int:

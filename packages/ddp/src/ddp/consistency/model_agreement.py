@@ -56,18 +56,6 @@ def check_same_descriptions(descriptions: Sequence[Sequence[str]]) -> None:
                 )
 
 
-def check_same_weights(
-    module: nn.Module, group: dist.ProcessGroup, ignored: Collection[str]
-) -> None:
-    """Raise `ValueError` on every rank if weights differ across ranks in any bit.
-
-    The error names the rank and the parameter. This is a collective.
-    """
-    weights = collect_state(module, ignored, buffers=False)
-    lines = [f"{n!r} with checksum {compute_checksum([w])}" for n, w in weights.items()]
-    check_same_descriptions(gather_objects(lines, group))
-
-
 def compute_checksum(tensors: Iterable[Tensor]) -> int:
     """Return the CRC-32 of the tensors' bytes."""
     total = 0
@@ -145,8 +133,8 @@ def collect_sparse_parameters(module: nn.Module) -> set[Tensor]:
     }
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the `value` of every rank in `group`, by default all ranks. This is a collective."""
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return the `value` of every rank in `group`. This is a collective."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered

@@ -29,30 +29,36 @@ _MAX_LANES = 6
 
 
 @dataclass(frozen=True)
-class Event:
-    """A bar of the chart."""
+class Bar:
+    """A bar of the chart, from `start` to `stop`."""
 
     #: 0 for computation, above 0 for communication.
     lane: int
-    name: str
     start: float
     stop: float
-    #: Names of the parameters of a bucket; empty for computation.
-    parameters: str = ""
+    color: str
+    #: The text that a browser shows for the bar.
+    title: str
 
 
-def list_events(step: StepRecord) -> list[Event]:
-    """Return the events of a step. Events in the same lane do not overlap."""
-    result = [Event(0, "forward", *span) for span in step.forwards]
-    result.append(Event(0, "loss and backward", *step.backward))
-    result.append(Event(0, "waiting for gradients", *step.waiting))
-    # Stop time of the last event of each communication lane.
+def list_bars(step: StepRecord) -> list[Bar]:
+    """Return the bars of a step. Bars in the same lane do not overlap.
+
+    A bucket has two bars: the time before the wait, and the time within it.
+    """
+    spans = [("forward", span) for span in step.forwards]
+    spans += [("loss and backward", step.backward), ("waiting for gradients", step.waiting)]
+    bars = [Bar(0, *span, _COLORS[name], _make_title(name, *span)) for name, span in spans]
+    # Stop time of the last bar of each communication lane.
     lane_stops: list[float] = []
     for number, bucket in enumerate(step.buckets):
-        lane = _claim_lane(lane_stops, bucket)
-        names = ", ".join(bucket.parameters)
-        result.append(Event(1 + lane, f"bucket {number}", bucket.sent, bucket.done, names))
-    return result
+        lane = 1 + _claim_lane(lane_stops, bucket)
+        title = _make_title(f"bucket {number}", bucket.sent, bucket.done)
+        title += " " + ", ".join(bucket.parameters)
+        split_time = min(max(step.waiting[0], bucket.sent), bucket.done)
+        bars.append(Bar(lane, bucket.sent, split_time, _HIDDEN, title))
+        bars.append(Bar(lane, split_time, bucket.done, _EXPOSED, title))
+    return [bar for bar in bars if bar.start < bar.stop]
 
 
 def draw_steps(steps: Mapping[str, StepRecord]) -> str:
@@ -69,18 +75,21 @@ def draw_steps(steps: Mapping[str, StepRecord]) -> str:
     parts: list[str] = []
     y = 24
     for name, step in steps.items():
-        start = step.start
-        stop = stops[name]
-        step_events = list_events(step)
         parts.append(_draw_text(_LEFT - 8, y + 12, name, anchor="end"))
-        for event in step_events:
-            bar_y = y + _ROW_HEIGHT * min(event.lane, _MAX_LANES)
-            for piece_start, piece_stop, color in _split_event(event, step):
-                x = _LEFT + (piece_start - start) * scale
-                bar_width = (piece_stop - piece_start) * scale
-                parts.append(_draw_bar(x, bar_y, bar_width, color, event))
-        y += _ROW_HEIGHT * (1 + min(_MAX_LANES, max(event.lane for event in step_events)))
-        label = f"waits {1e3 * step.exposed_seconds:.0f} ms of {1e3 * (stop - start):.0f}"
+        num_lanes = 1
+        for bar in list_bars(step):
+            lane = min(bar.lane, _MAX_LANES)
+            num_lanes = max(num_lanes, 1 + lane)
+            x = _LEFT + (bar.start - step.start) * scale
+            width = (bar.stop - bar.start) * scale
+            parts.append(
+                f'<rect x="{x:.2f}" y="{y + _ROW_HEIGHT * lane:.2f}" width="{width:.2f}" '
+                f'height="{_ROW_HEIGHT - 3}" fill="{bar.color}"><title>{escape(bar.title)}</title>'
+                "</rect>"
+            )
+        y += _ROW_HEIGHT * num_lanes
+        seconds = stops[name] - step.start
+        label = f"waits {1e3 * step.exposed_seconds:.0f} ms of {1e3 * seconds:.0f}"
         parts.append(_draw_text(_LEFT, y + 9, label))
         y += 2 * _GAP
     x = float(_LEFT)
@@ -111,23 +120,8 @@ def _claim_lane(lane_stops: list[float], bucket: BucketRecord) -> int:
     return len(lane_stops) - 1
 
 
-def _split_event(event: Event, step: StepRecord) -> list[tuple[float, float, str]]:
-    """Return start, stop and color of the pieces of an event; split communication at the wait."""
-    if not event.lane:
-        return [(event.start, event.stop, _COLORS[event.name])]
-    split_time = min(max(step.waiting[0], event.start), event.stop)
-    return [(event.start, split_time, _HIDDEN), (split_time, event.stop, _EXPOSED)]
-
-
-def _draw_bar(x: float, y: float, width: float, color: str, event: Event) -> str:
-    if width <= 0:
-        return ""
-    milliseconds = 1e3 * (event.stop - event.start)
-    title = escape(f"{event.name}: {milliseconds:.3g} ms {event.parameters}")
-    return (
-        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{_ROW_HEIGHT - 3}" '
-        f'fill="{color}"><title>{title}</title></rect>'
-    )
+def _make_title(name: str, start: float, stop: float) -> str:
+    return f"{name}: {1e3 * (stop - start):.3g} ms"
 
 
 def _draw_text(x: float, y: float, text: str, anchor: str = "start") -> str:

@@ -1,7 +1,7 @@
 """Measurements of time and memory: `python -m flashattn2.bench` and the function `bench`.
 
-`cases.py` defines the shapes of each case, `implementations.py` the functions that a case compares,
-and `rounds.py` times them in interleaved rounds.  `measure.py` measures one run, and `report.py`
+`cases.py` defines the shapes of each case and the functions that it compares, and `rounds.py` times
+them in interleaved rounds.  `measure.py` measures one run, and `report.py`
 is the command.
 """
 

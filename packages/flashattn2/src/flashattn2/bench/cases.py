@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashattn2.attention import flash_attention_varlen
-from flashattn2.bench.implementations import Attention, make_causal_kernels, make_fused_kernels
+from flashattn2.attention import flash_attention, flash_attention_varlen
 from flashattn2.bench.measure import (
     measure_graph_ms,
     measure_mean_ms,
@@ -25,7 +25,9 @@ from flashattn2.bench.measure import (
 )
 from flashattn2.bench.rounds import Rate, Row, attempt, measure_rows
 from flashattn2.kvcache import flash_attention_with_kvcache
+from flashattn2.reference import attention_reference
 
+Attention = Callable[[Tensor, Tensor, Tensor], Any]
 DEVICES = ("cpu", "cuda")
 PASSES = ("forward", "backward", "both")
 
@@ -92,6 +94,44 @@ def measure_train(device: str, quick: bool) -> Iterator[Row]:
         shape = (max(1, 16384 // seq), 2048 // dim, seq, dim)
         attentions = make_fused_kernels(is_causal)
         yield from compare("train", attentions, shape, torch.bfloat16, device, quick, is_causal)
+
+
+@functools.cache
+def make_causal_kernels(device: str, quick: bool) -> dict[str, Attention]:
+    """Return the available implementations of causal attention, ours first."""
+    plain = functools.partial(attention_reference, is_causal=True)
+    attentions: dict[str, Attention] = {
+        "ours": functools.partial(flash_attention, is_causal=True),
+        "tiled": functools.partial(flash_attention, is_causal=True, backend="torch"),
+        "plain": plain,
+    }
+    if not quick:
+        attentions["compiled"] = torch.compile(plain)
+    if device == "cpu":
+        return {**attentions, "sdpa": restrict_torch_sdpa(True, SDPBackend.FLASH_ATTENTION)}
+    return {**attentions, **make_fused_kernels(True)}
+
+
+def make_fused_kernels(is_causal: bool) -> dict[str, Attention]:
+    """Return the GPU kernels for training in half precision, ours first."""
+    ours = functools.partial(flash_attention, is_causal=is_causal)
+    return {
+        "ours": ours,
+        "ours atomic": functools.partial(ours, deterministic=False),
+        "ours triton": functools.partial(ours, backend="triton"),
+        "sdpa flash": restrict_torch_sdpa(is_causal, SDPBackend.FLASH_ATTENTION),
+        "sdpa cudnn": restrict_torch_sdpa(is_causal, SDPBackend.CUDNN_ATTENTION),
+    }
+
+
+def restrict_torch_sdpa(is_causal: bool, backend: SDPBackend) -> Attention:
+    """Return torch's attention, restricted to one backend."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel([backend]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    return run
 
 
 def compare(

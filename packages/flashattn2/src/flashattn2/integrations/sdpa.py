@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
 # Import the function by name, so that it remains torch's own function if a user replaces
 # `torch.nn.functional.scaled_dot_product_attention` with `sdpa`.
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flashattn2.attention import flash_attention
 from flashattn2.autocast import cast_for_autocast
-from flashattn2.compilation import is_functionalized, is_mapped, is_recorded
+from flashattn2.compilation import is_recorded
 from flashattn2.spec import FLOAT32_RANGE
 from flashattn2.validation import DTYPES, is_jit_tracing
 
@@ -92,19 +91,15 @@ def _is_supported(
     """Return True if `flash_attention` supports the tensors and the scale of a call.
 
     A trace would be valid only for the lengths of its example, so traced calls run torch's own
-    function.  Calls under forward-mode AD and `torch.func.functionalize` run it too.
+    function.  Calls under forward-mode AD and under transforms of `torch.func` run it too, because
+    it supports more of them.
     """
     if is_jit_tracing() or is_recorded() or not _is_supported_scale(scale):
         return False
-    if forward_ad._current_level >= 0:
-        return False
-    if is_compiling() and _are_functorch_transforms_active():
-        # Operators of `torch.library` have no gradient under a transform in a compiled graph.
-        return False
-    if is_functionalized():
+    if forward_ad._current_level >= 0 or _are_functorch_transforms_active():
         return False
     for x in (query, key, value):
-        if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() != 4 or is_mapped(x):
+        if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() != 4:
             return False
         if is_traceable_wrapper_subclass(x):
             # A subclass such as `DTensor` may have no rule for the operators of flashattn2.

@@ -93,6 +93,7 @@ def flash_attention_with_kvcache(
     check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     batch = validation.count_sequences(q, cu_seqlens_q)
     if plan is None:
+        (q,) = (q,) if q.dtype == k_cache.dtype else cast_for_autocast(q)
         validation.check_shapes(q, k_cache, v_cache, is_paged, cu_seqlens_q is not None, batch)
     if block_table is not None:
         check_int32("block_table", block_table, (batch, "max_pages"), q)
@@ -102,7 +103,6 @@ def flash_attention_with_kvcache(
     # Specify the scores and select a backend.
     q = q if cu_seqlens_q is None else q.transpose(0, 1)[None]
     if plan is None:
-        (q,) = (q,) if q.dtype == k_cache.dtype else cast_for_autocast(q)
         spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
         choice = _choose_backend(q, k_cache, v_cache, spec, backend)
         is_cpu_kernel = (

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from flashattn2 import autocast
 from flashattn2.compilation import is_recorded, is_untransformed
 from flashattn2.spec import DIM_LIMIT
-from flashattn2.validation import DTYPES, check_device, check_heads, check_int32, check_tensors
+from flashattn2.validation import DTYPES, check_heads, check_int32, check_matching, check_tensors
 
 if TYPE_CHECKING:
     # The import takes about a second.
@@ -55,51 +54,23 @@ def check_shapes(
         layout = "(total_q, heads, dim)" if is_packed and x is q else "4-dimensional"
         if x.dim() != (3 if is_packed and x is q else 4):
             raise ValueError(f"expected {name} to be {layout}, got shape {tuple(x.shape)}")
-        check_device(name, x, q)
-    _check_dtypes(q, k_cache, v_cache)
-    if q.shape[-1] != k_cache.shape[-1]:
-        raise ValueError(
-            f"expected k_cache to have the head dim of q, {q.shape[-1]}, got {k_cache.shape[-1]}"
-        )
-    if k_cache.shape[:-1] != v_cache.shape[:-1]:
-        raise ValueError(
-            "expected v_cache to have the shape of k_cache except for the head dim, got k_cache "
-            f"{tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)}"
-        )
-    has_empty_page = is_paged and k_cache.shape[2] == 0
-    if has_empty_page or 0 in (k_cache.shape[1], q.shape[-1], v_cache.shape[-1]):
-        raise ValueError(
-            "expected at least one key head, head dims of at least 1 and pages of at least one "
-            f"row, got k_cache of shape {tuple(k_cache.shape)} and v_cache of shape "
-            f"{tuple(v_cache.shape)}"
-        )
-    check_heads(q.shape[1], k_cache.shape[1])
-    if not is_paged and batch != k_cache.shape[0]:
-        raise ValueError(
-            f"expected one batch size, got batch {batch} for q and {k_cache.shape[0]} for "
-            "k_cache; pass a block_table for a paged cache"
-        )
-
-
-def _check_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raise ValueError for unsupported dtypes, and unless q has the dtype of both caches.
-
-    Under autocast, q may also have a dtype that is converted to the dtype of the caches.
-    """
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dtype not in DTYPES:
             raise ValueError(
                 f"expected {name} to be float64, float32, bfloat16 or float16, got {x.dtype}; "
                 "quantized caches need scales, which no kernel here applies: keep the cache in "
                 "bfloat16, or convert it with its scale"
             )
-    device = q.device.type
-    is_cast = autocast.is_enabled(device) and q.dtype != torch.float64
-    q_dtype = torch.get_autocast_dtype(device) if is_cast else q.dtype
-    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, q_dtype):
+    check_matching(q[None] if is_packed else q, k_cache, v_cache, "k_cache", "v_cache")
+    if k_cache.shape[1] == 0 or (is_paged and k_cache.shape[2] == 0):
         raise ValueError(
-            f"expected caches with the dtype of q, {q.dtype}, got {k_cache.dtype} for k_cache and "
-            f"{v_cache.dtype} for v_cache; pass q.to(k_cache.dtype)"
+            "expected at least one key head and pages of at least one row, got k_cache of shape "
+            f"{tuple(k_cache.shape)}"
+        )
+    check_heads(q.shape[1], k_cache.shape[1])
+    if not is_paged and batch != k_cache.shape[0]:
+        raise ValueError(
+            f"expected one batch size, got batch {batch} for q and {k_cache.shape[0]} for "
+            "k_cache; pass a block_table for a paged cache"
         )
 
 

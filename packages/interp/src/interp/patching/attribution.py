@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from interp.decoder.decoder import Decoder
-from interp.patching.batching import require_unmodified_modules
 from interp.patching.paths import (
     EdgeEffects,
     Node,
@@ -86,12 +85,10 @@ def edge_attribution(
 
     The `exact` edges with the largest absolute estimates are also measured (all edges if `exact` is
     None). The property `error` of the result is the estimate minus the measurement. Raises
-    ValueError if `exact` is negative, if a module has a hook, as inside `patch`, or a replaced
-    `forward`, and as `patch_edges` does.
+    ValueError if `exact` is negative, and as `patch_edges` does.
     """
     if exact is not None and exact < 0:
         raise ValueError(f"expected exact >= 0, got {exact}")
-    require_unmodified_modules(model)  # A new softmax would overwrite a patched softmax.
     pairs = split_pairs(model, clean, corrupted, metric, tokenizer)
     runs = [Restart(model, prompt, batch=batch) for _, prompt, _ in pairs]
     results, changes = [], []

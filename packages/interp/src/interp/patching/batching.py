@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from interp.decoder.decoder import Decoder
 from interp.patching.restart import Restart
 from interp.prompts import Metric, measure
 from interp.tap import install_hooks
@@ -85,10 +84,8 @@ def run_patches(
     """Return the metric (patches,) of each patched run.
 
     `sites` has one site per layer, and `sources` has the new values (seq, heads, d_head) of each
-    site. The rows of `patches` are (layer, head, position), in ascending order of layers. Raises
-    ValueError for a model with hooks or modules of another library.
+    site. The rows of `patches` are (layer, head, position), in ascending order of layers.
     """
-    require_unmodified_modules(run.model)
     results = []
     for chunk in patches.split(run.batch):
         batch = PatchBatch(run)
@@ -104,22 +101,6 @@ def run_patches(
             batch.run_block(layer, actions)
         results.append(measure(metric, batch.fill_rows(run.final_stream, batch.streams)))
     return torch.cat(results)
-
-
-def require_unmodified_modules(model: Decoder) -> None:
-    """Raise ValueError for forward hooks, a replaced `forward` and modules of other libraries.
-
-    Such code may depend on all positions and rows, but patched runs compute only a part of them.
-    """
-    for name, module in model.named_modules():
-        is_hooked = bool(module._forward_hooks or module._forward_pre_hooks)
-        library = type(module).__module__.partition(".")[0]
-        if is_hooked or "forward" in vars(module) or library not in ("interp", "torch"):
-            raise ValueError(
-                f"{name!r} has a hook, as inside patch() or record(), or is a module of another "
-                "library; only parts of the blocks are computed, so call this function outside of "
-                "other contexts, on a decoder of describe(), or use patch_edges()"
-            )
 
 
 def replace_heads(

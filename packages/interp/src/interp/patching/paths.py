@@ -24,7 +24,7 @@ from interp.prompts import (
     measure,
     split_pairs,
 )
-from interp.tap import patch, record, record_before_hooks
+from interp.tap import patch, record
 from interp.text import Texts, Tokenizer
 
 
@@ -101,7 +101,8 @@ def patch_edges(
 
     The prompts, `metric`, `tokenizer` and `batch` are the same as in `patch_streams`. An edge is
     patched at all positions at once. Raises ValueError for unknown nodes, for models that add
-    learned positions to queries and keys only, and for prompts and metrics as in `patch_streams`.
+    learned positions to queries and keys only, and for prompts, metrics and models with hooks as in
+    `patch_streams`.
     """
     results = []
     pairs = split_pairs(model, clean, corrupted, metric, tokenizer)
@@ -176,27 +177,23 @@ def compute_sender_changes(
             "edges need learned positions in the stream, got positions in queries and keys only; "
             "call patch_parts"
         )
-    # The calls of `attention.o` below run its hooks, so its inputs are recorded before hooks.
     sites = [f"blocks.{i}.attention.o:input" for i in range(len(model.layers))]
-    with (
-        record_before_hooks(model, *sites) as mixed,
-        record(model, "blocks.0:input", "blocks.*.mlp_out") as recorded,
-    ):
+    with record(model, *sites, "blocks.0:input", "blocks.*.mlp_out") as recorded:
         forward(model, clean)
-        clean_run = recorded | mixed
+        clean_run = dict(recorded)
         forward(model, corrupted)
     changes = [clean_run["blocks.0:input"] - recorded["blocks.0:input"]]
     for i, (block, site) in enumerate(zip(model.layers, sites, strict=True)):
         attention = block.attention
         # A norm after the attention reads all heads together, so each head is changed separately
         # while the other heads keep their corrupted outputs.
-        corrupted_heads = mixed[site].expand(attention.heads, -1, -1)
+        corrupted_heads = recorded[site].expand(attention.heads, -1, -1)
         head = torch.arange(attention.heads, device=corrupted_heads.device)
         clean_heads = clean_run[site].unflatten(-1, (attention.heads, -1))[0].transpose(0, 1)
         index = (head, slice(None), head)
         changed = replace_heads(index, clean_heads, attention.heads, corrupted_heads)
         new_output = block.attention_out(attention.o(changed))
-        old_output = block.attention_out(attention.o(mixed[site]))
+        old_output = block.attention_out(attention.o(recorded[site]))
         changes.append(new_output - old_output)
         changes.append(clean_run[f"blocks.{i}.mlp_out"] - recorded[f"blocks.{i}.mlp_out"])
     all_senders, all_receivers = _list_nodes(model)

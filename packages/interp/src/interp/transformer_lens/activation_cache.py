@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from interp.decoder.modules.mlp import NoMLP
 from interp.hook_points import center
 from interp.lens import compute_head_outputs
 from interp.transformer_lens.names import get_act_name
-from interp.transformer_lens.options import require_options
 
 #: One position, (stop,), (start, stop), (start, stop, step), several positions, or None for all.
 PosSlice = int | tuple[int, ...] | list[int] | Tensor | None
@@ -239,3 +238,11 @@ def _select_positions(value: Tensor, pos_slice: PosSlice) -> Tensor:
         return value
     index = slice(*pos_slice) if isinstance(pos_slice, tuple) else pos_slice
     return value[..., index, :]
+
+
+def require_options(method: str, options: Iterable[str], known: Collection[str]) -> None:
+    """Raise TypeError, with the name of `method`, if an option is not in `known`."""
+    for option in options:
+        if option not in known:
+            expected = f"{', '.join(known)} or a named parameter"
+            raise TypeError(f"{method}() has no option {option!r}; expected {expected}")

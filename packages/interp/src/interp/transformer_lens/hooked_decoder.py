@@ -17,11 +17,10 @@ from interp.decoder.modules.cache import Cache
 from interp.decoder.modules.mlp import DecoderMLP, NoMLP
 from interp.hook_points import HookPoint
 from interp.tap import install_hooks, record
-from interp.transformer_lens.activation_cache import ActivationCache
+from interp.transformer_lens.activation_cache import ActivationCache, require_options
 from interp.transformer_lens.factored_matrix import FactoredMatrix
 from interp.transformer_lens.generation import continue_tokens, sample
 from interp.transformer_lens.hooks import Hook, HookFunction, HookManagement, HookSelector
-from interp.transformer_lens.options import require_options
 from interp.transformer_lens.tokens import Input, TextConversion
 from interp.transformer_lens.weights import collect_named_weights
 

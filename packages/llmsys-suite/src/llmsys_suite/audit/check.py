@@ -100,11 +100,8 @@ class Sources:
 
         NaN counts as the largest. The check fails if there are no distances.
         """
-
-        def sort_key(pair: tuple[float, str]) -> float:
-            return math.inf if math.isnan(pair[0]) else pair[0]
-
-        distance, where = max(distances, key=sort_key, default=(math.nan, "nothing recorded"))
+        nothing = (math.nan, "nothing recorded")
+        distance, where = max(distances, key=lambda pair: _count_nan(pair[0]), default=nothing)
         return self.check_between(name, 0.0, distance, least, tolerance, where)
 
     def check_all_equal(
@@ -119,12 +116,16 @@ class Sources:
             expected, actual, _ = triple
             if expected == actual:
                 return 0.0
-            difference = abs(actual - expected) / abs(expected) if expected else math.inf
-            return math.inf if math.isnan(difference) else difference
+            return _count_nan(abs(actual - expected) / abs(expected)) if expected else math.inf
 
         nothing = (1.0, math.nan, "nothing recorded")
         expected, actual, where = max(triples, key=sort_key, default=nothing)
         return self.check_equal(name, expected, actual, tolerance, where)
+
+
+def _count_nan(distance: float) -> float:
+    """Return the distance, with NaN counted as the largest."""
+    return math.inf if math.isnan(distance) else distance
 
 
 def compute_loss_difference(actual: float, expected: float) -> float:

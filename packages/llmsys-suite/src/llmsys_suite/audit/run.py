@@ -10,7 +10,6 @@ from typing import Any
 from llmsys_suite.audit import training_checks
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.evidence import compute_evidence, measure_evidence
-from llmsys_suite.audit.report_tables import check_shown_figures
 from llmsys_suite.audit.stage_checks import COLLECTIVE, ON_LAST_RANK, RECORDED, STAGES
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
@@ -109,7 +108,7 @@ def check_again(folder: RunFolder) -> list[Check]:
     """Return the checks of a folder, which are recomputed from its files as far as possible.
 
     Checks that need the ranks of the run are read from checks.json. If results, evidence or checks
-    are missing, or if the report shows other figures than summary.json, nothing is recomputed.
+    are missing, nothing is recomputed.
 
     Raises:
         UsageError: the run is incomplete or was not audited.
@@ -136,7 +135,7 @@ def check_again(folder: RunFolder) -> list[Check]:
 
 
 def _check_files(folder: RunFolder, evidence: dict[str, Any], num_stored: int) -> Iterator[Check]:
-    """Check that a folder has all results, checks and evidence, and that its report shows them."""
+    """Check that a folder has all results, checks and evidence."""
     results = folder.results
     missing = [stage for stage in folder.config.stages if stage not in {*results, "report"}]
     if not evidence:
@@ -146,4 +145,3 @@ def _check_files(folder: RunFolder, evidence: dict[str, Any], num_stored: int) -
     )
     checks = Sources("checks.json", "summary.json")
     yield checks.check_equal("number of checks", results["audit"].checks, num_stored)
-    yield check_shown_figures(folder)

@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from llmsys_suite.config import Layout
 from llmsys_suite.measure.samples import PEER, SERVER, SINGLE
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.splits import Layout, SplitModel
+from llmsys_suite.splits.split_model import SplitModel
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.single import Variant
 

@@ -1,7 +1,8 @@
-"""The state of one rank that all stages share."""
+"""The state of one rank that all stages share, and the progress that it prints."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +18,31 @@ from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import ModelConfig
-from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.text.data import Corpus
+
+
+class Progress:
+    """A printer of the current stage and its progress, enabled on rank 0 only."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Print the name of a stage, and its duration if the `with` block ends without an error."""
+        start_time = time.perf_counter()
+        self._print(f"{name} ...")
+        yield
+        self._print(f"{name} done in {time.perf_counter() - start_time:.1f} s")
+
+    def update(self, done: int, total: int, note: str = "") -> None:
+        """Print `done` of `total` steps after the first step and after each tenth of the steps."""
+        if done == 1 or 10 * done // total > 10 * (done - 1) // total:
+            self._print(f"  {done}/{total} {note}")
+
+    def _print(self, line: str) -> None:
+        if self._enabled:
+            print(line, file=sys.stderr, flush=True)
 
 
 @dataclass

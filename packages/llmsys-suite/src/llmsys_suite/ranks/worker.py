@@ -30,8 +30,7 @@ from llmsys_suite.folder import RunFolder, claim_folder
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.ranks.failure import FailureWatch, end_with_parent, report_failure
 from llmsys_suite.ranks.launch import STORE
-from llmsys_suite.ranks.progress import Progress
-from llmsys_suite.ranks.rank import Run
+from llmsys_suite.ranks.rank import Progress, Run
 from llmsys_suite.text.data import read_text
 from llmsys_suite.text.tokens import load, write_tokens
 
@@ -281,18 +280,12 @@ def run_stage(run: Run, stage: str) -> None:
     seconds = time.perf_counter() - start_time
     # Collectives time out after minutes, but a stage that runs on one rank may take longer.
     run.wait_for_ranks()
-    peak_mib = _read_peak_process_mib(run)
+    peak = torch.tensor(read_peak_memory_bytes() / 2**20, device=run.device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
     run.results[stage] = result
     run.flush_samples()
     if run.folder is not None:
-        run.folder.add_stage(stage, result, seconds, peak_mib)
-
-
-def _read_peak_process_mib(run: Run) -> float:
-    """Return the peak memory of the largest process during the stage, in MiB."""
-    peak = torch.tensor(read_peak_memory_bytes() / 2**20, device=run.device)
-    dist.all_reduce(peak, dist.ReduceOp.MAX)
-    return float(peak)
+        run.folder.add_stage(stage, result, seconds, float(peak))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmsys_suite.config import UsageError
-from llmsys_suite.folder import FOREIGN, RunFolder
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.report import plots
-from llmsys_suite.report.sections import Section, iter_sections
+from llmsys_suite.report.sections import Results, Row, Section, iter_sections
 from llmsys_suite.report.sentences import describe_fastest
-from llmsys_suite.report.tables import Results, Row
 from llmsys_suite.report.unaudited import NOT_AUDITED, OF_THE_RUN
 from llmsys_suite.results import Audit, Learn, Plan, Train, format_cell
 
@@ -91,11 +89,6 @@ def iter_opening_lines(folder: RunFolder) -> Iterator[str]:
     results = folder.results
     config = folder.config
     env = folder.read_json("env.json")
-    facts = {"gpus", "processor", "cores", "torch", "python", "date", "load_average"}
-    if missing_facts := facts - {*env}:
-        raise UsageError(
-            f"expected {folder.path / 'env.json'} to have {min(missing_facts)}; {FOREIGN}"
-        )
     where = ", ".join(env["gpus"]) or f"{env['processor']}, {env['cores']} cores"
     ranks = "1 rank" if config.world == 1 else f"{config.world} ranks"
     yield (

@@ -93,9 +93,8 @@ UNAUDITED: dict[str, tuple[str, ...]] = {
 }
 #: A sentence on the unaudited figures that are not results of a stage.
 OF_THE_RUN = (
-    "Reported, not audited: facts of the machine, seconds of stages, peaks of processes, and of "
-    "this report the sentences, pictures, column titles, units, folded tables, and the table of "
-    "planned and measured values."
+    "Reported, not audited: facts of the machine, seconds of stages, peaks of processes, and this "
+    "report, which shows the figures of summary.json."
 )
 
 

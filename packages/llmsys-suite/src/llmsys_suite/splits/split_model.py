@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from llmsys_suite.config import Layout, UsageError
 from llmsys_suite.model import Block, ModelConfig, cross_entropy
 from llmsys_suite.splits.pipeline import SCHEDULES, LayerRange
-from llmsys_suite.splits.tensor import split_blocks
 from llmsys_suite.variants.initial_weights import build_model_with
 from llmsys_suite.variants.single import Variant
 
@@ -66,7 +72,7 @@ class SplitModel(Variant):
         self.reports_rows = stage == self.slices.get_local_rank() == 0
         self.layers = LayerRange(self.decoder, stage, layout.pipeline, self.run.autocast)
         if layout.tensor > 1:
-            split_blocks(self.list_blocks(), self.slices)
+            _split_blocks(self.list_blocks(), self.slices)
         self.model = self.layers
         # Free the layers of the other ranks.
         del self.decoder
@@ -181,6 +187,34 @@ class SplitModel(Variant):
         gathered = {name: tensor for part in parts for name, tensor in part.items()}
         # The optimizer's step counters, which are scalars, stay on the host.
         return {name: x.to(self.device) if x.ndim else x for name, x in gathered.items()}
+
+
+def _split_blocks(blocks: list[Block], mesh: DeviceMesh) -> None:
+    """Split the matrices and the heads of each block over the ranks of a mesh.
+
+    This is Megatron's split (Shoeybi et al. 2019, section 3): the first product is split by
+    columns, the second by rows, and an all-reduce follows each pair of products.
+    """
+    whole = Replicate()
+    for block in blocks:
+        plan: dict[str, ParallelStyle] = {
+            # q, k and v share one replicated input, and so do gate and up. The gradients of this
+            # input are therefore summed on each rank before a single reduction over the ranks.
+            "attention": PrepareModuleInput(
+                input_layouts=(whole, None), desired_input_layouts=(whole, None)
+            ),
+            "ffn": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+            "attention.q": ColwiseParallel(),
+            "attention.k": ColwiseParallel(),
+            "attention.v": ColwiseParallel(),
+            "attention.out": RowwiseParallel(),
+            "ffn.gate": ColwiseParallel(),
+            "ffn.up": ColwiseParallel(),
+            "ffn.down": RowwiseParallel(),
+        }
+        parallelize_module(block, mesh, plan)
+        # Each rank computes only its part of the heads.
+        block.attention.num_heads //= mesh.size()
 
 
 def _unsplit_tensor(tensor: Tensor) -> Tensor:

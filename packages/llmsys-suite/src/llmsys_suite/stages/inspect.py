@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 import interp
 import torch
-from interp.detect import HeadScores
 from interp.lens import Lens
 from torch import Tensor
 
@@ -51,7 +50,9 @@ def examine(run: Run) -> Inspect:
         vocabulary=[chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in range(256)],
         title="What the trained model does",
     )
-    return Inspect(lens=build_lens_rows(lens), heads=build_head_rows(heads))
+    # A head whose score is noise is marked as found by chance.
+    best = [asdict(head) | {"by_chance": head.is_noise} for head in map(heads.best, KINDS)]
+    return Inspect(lens=build_lens_rows(lens), heads=best)
 
 
 def build_lens_rows(lens: Lens) -> Rows:
@@ -63,12 +64,6 @@ def build_lens_rows(lens: Lens) -> Rows:
             lens.names, lens.target_log_probability, lens.entropy, strict=True
         )
     ]
-
-
-def build_head_rows(heads: HeadScores) -> Rows:
-    """Return a row per kind: its best head, and `by_chance`, which is True if it is noise."""
-    best = map(heads.best, KINDS)
-    return [asdict(head) | {"by_chance": head.is_noise} for head in best]
 
 
 def record_attention_patterns(model: Decoder, tokens: Tensor) -> list[Tensor]:

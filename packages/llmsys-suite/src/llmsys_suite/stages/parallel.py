@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llmsys_suite.config import build_possible_layouts
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Parallel, Skipped
-from llmsys_suite.splits import SplitModel, build_possible_layouts
+from llmsys_suite.splits.split_model import SplitModel
 from llmsys_suite.variants.initial_weights import build_seeded_model
 
 #: Number of timed steps, after one untimed step that creates the state of the optimizer.

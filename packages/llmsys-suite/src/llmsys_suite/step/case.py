@@ -7,7 +7,7 @@ from typing import Any
 
 import accounting
 
-from llmsys_suite.config import LEAST_CONTEXT, UsageError, get_size, require_known
+from llmsys_suite.config import LEAST_CONTEXT, UsageError, get_size, require_integer, require_known
 from llmsys_suite.model import ModelConfig
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
@@ -44,8 +44,8 @@ class Case:
         minimums = {"context": LEAST_CONTEXT, "rows": 1, "layers": 1}
         for name, minimum in minimums.items():
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < minimum):
-                raise UsageError(f"expected {name} to be an integer >= {minimum}, got {value!r}")
+            if name != "layers" or value is not None:
+                require_integer(name, value, minimum)
 
     @property
     def model(self) -> ModelConfig:

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from llmsys_suite.measure.interleaved import read_clock
-from llmsys_suite.step.training import Step
 
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm")
 SHOWN = 10
 
 
-def profile_phases(step: Step) -> list[dict[str, Any]]:
-    """Profile one more step; return a row per phase with its operators and their fractions.
+def profile_phases(
+    phases: Mapping[str, Callable[[], None]], device: torch.device
+) -> list[dict[str, Any]]:
+    """Profile each phase of a step once; return a row per phase with its operators and fractions.
 
     `timer_ms` is the wall time of the phase, including the overhead of the profiler.
     """
     activities = [ProfilerActivity.CPU]
-    if step.device.type == "cuda":
+    if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     rows = []
-    for name, phase in step.phases.items():
+    for name, phase in phases.items():
         with profile(activities=activities, acc_events=True) as profiler:
-            start_time = read_clock(step.device)
+            start_time = read_clock(device)
             phase()
-            seconds = read_clock(step.device) - start_time
-        summary = summarize(profiler.key_averages(), step.device.type)
+            seconds = read_clock(device) - start_time
+        summary = summarize(profiler.key_averages(), device.type)
         rows.append({"phase": name, "timer_ms": seconds * 1e3} | summary)
     return rows
 

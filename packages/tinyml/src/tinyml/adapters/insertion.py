@@ -28,10 +28,9 @@ def add_lora(
     dropout: float = 0.0,
     targets: Iterable[str] | None = None,
     parameters: Iterable[str] = (),
-    kinds: Sequence[type[nn.Module]] = (nn.Linear,),
     protect: Sequence[str] = (),
 ) -> nn.Module:
-    """Freeze `model` and add an adapter to every layer of `kinds`, in place; return the model.
+    """Freeze `model` and add an adapter to every linear layer, in place; return the model.
 
     The update of a weight is multiplied by `alpha` / `rank`; `alpha` is `rank` by default.
     `targets` selects layers whose name equals an entry or ends with a dot and the entry: "q_proj"
@@ -42,7 +41,7 @@ def add_lora(
     `parameters` selects single parameters by the ends of their names, such as
     "experts.gate_up_proj" for fused experts; layers are then adapted only if `targets` names them.
     The update of a parameter is merged by `merge_and_unload` only. `dropout` applies to the inputs
-    of the updates of linear layers. Embeddings and single parameters have no dropout, as in peft.
+    of the updates of linear layers. Single parameters have no dropout, as in peft.
     """
     require_no_adapters(model)
     names = (parameters,) if isinstance(parameters, str) else tuple(parameters)
@@ -56,23 +55,15 @@ def add_lora(
     entries = None if listed is None else tuple(listed)
     chosen: list[nn.Module] = []
     if entries is not None or not names:
-        chosen = _select_layers(model, tuple(kinds), entries, protected)
-    if dropout and not any(is_instance_of(base, (nn.Linear,)) for base in chosen):
+        chosen = _select_layers(model, entries, protected)
+    if dropout and not chosen:
         raise ValueError(
-            f"expected dropout=0 for embeddings and single parameters, got dropout={dropout}, "
-            "which would have no effect; pass dropout=0"
+            f"expected dropout=0 for single parameters, got dropout={dropout}, which would have no "
+            "effect; pass dropout=0"
         )
     return insert_adapters(
-        model, chosen, lambda base: make_layer_adapter(base, rank, alpha, dropout), single
+        model, chosen, lambda base: LoRA(base, rank, alpha=alpha, dropout=dropout), single
     )
-
-
-def make_layer_adapter(
-    base: nn.Module, rank: int, alpha: float | None = None, dropout: float = 0.0
-) -> LoRA:
-    """Return an adapter of a layer, without dropout if the layer is an embedding."""
-    has_dropout = not isinstance(base, nn.Embedding)
-    return LoRA(base, rank, alpha=alpha, dropout=dropout if has_dropout else 0.0)
 
 
 def insert_adapters(
@@ -158,27 +149,19 @@ def find_tying_configs(model: nn.Module) -> list[Any]:
 
 
 def _select_layers(
-    model: nn.Module,
-    kinds: tuple[type[nn.Module], ...],
-    targets: tuple[str, ...] | None,
-    protected: set[str],
+    model: nn.Module, targets: tuple[str, ...] | None, protected: set[str]
 ) -> list[nn.Module]:
-    """Return the layers to adapt.
+    """Return the linear layers to adapt.
 
     A layer that the model contains twice is left out if one of its names is protected.
     """
     chosen: dict[nn.Module, None] = {}
     unmatched = set(targets or ())
-    matching_protected: set[str] = set()
     named_modules = list(model.named_modules(remove_duplicate=False))
     protected_layers = {module for name, module in named_modules if name in protected}
     for name, module in named_modules:
         matching = [t for t in targets or () if name == t or name.endswith(f".{t}")]
-        if module in protected_layers:
-            if is_instance_of(module, kinds):
-                matching_protected.update(matching)
-            continue
-        if targets is not None and not matching:
+        if module in protected_layers or (targets is not None and not matching):
             continue
         if isinstance(module, Replacement):
             raise ValueError(
@@ -186,26 +169,20 @@ def _select_layers(
                 f"{name or 'the root'}; quantize with activations='float', or exclude it with "
                 "protect"
             )
-        if name and is_instance_of(module, kinds):
+        if name and is_instance_of(module, (nn.Linear,)):
             chosen[module] = None
             unmatched -= set(matching)
-    kind_names = [kind.__name__ for kind in kinds]
-    if excluded := sorted(unmatched & matching_protected):
-        raise ValueError(
-            f"expected targets with layers outside of protect, got {excluded}, whose layers are "
-            "all protected; remove them from targets or from protect"
-        )
+    layers = f"linear layers{' outside of protect' if protected else ''}"
     if unmatched:
         known = [name.rpartition(".")[2] for name, _ in named_modules]
         raise ValueError(
-            f"expected ends of the names of {kind_names} layers as targets, got "
-            f"{sorted(unmatched)}{suggest_name(min(unmatched), known)}"
+            f"expected ends of the names of {layers} as targets, got {sorted(unmatched)}"
+            f"{suggest_name(min(unmatched), known)}"
         )
     if not chosen:
         raise ValueError(
-            f"expected {kind_names} layers inside the {type(model).__name__}, got none"
-            f"{' outside of protect' if protected else ''}; to adapt a single layer, put it into a "
-            "module, or use tinyml.LoRA(layer)"
+            f"expected {layers} inside the {type(model).__name__}, got none; to adapt a single "
+            "layer, put it into a module, or use tinyml.LoRA(layer)"
         )
     return list(chosen)
 

@@ -1,9 +1,8 @@
 """Low-rank adapters: y = W x + (alpha / r) B (A x), with W frozen.
 
 The method is that of Hu et al., "LoRA", 2021, with the names and the initialization of the peft
-library. A (r, in) starts uniform and B (out, r) at zero, so the function is unchanged at first. For
-embeddings, A starts at zero and B is normal. If both were zero, both gradients would vanish; if
-neither were, the initial function would change.
+library. A (r, in) starts uniform and B (out, r) at zero, so the function is unchanged at first. If
+both were zero, both gradients would vanish; if neither were, the initial function would change.
 
 A and B are float32 even if the base is 16-bit, because 16 bits cannot represent the small updates
 of training. The update is added to the base output in float32, and the sum is rounded once. `merge`
@@ -13,6 +12,8 @@ original base weight, so it raises `RuntimeError` while an update is merged.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -21,54 +22,96 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from tinyml.adapters.low_rank_update import LowRankUpdate
 from tinyml.compressed_weight import get_compressed_weight
 from tinyml.conversion import Replacement, get_tensor_versions, without_autocast
-from tinyml.layers import get_weight, identify_weight, is_conv1d, is_instance_of, is_product_or_rows
-from tinyml.validation import check_finite
+from tinyml.layers import get_weight, identify_weight, is_conv1d, is_instance_of, is_product
+from tinyml.validation import check_finite, check_strided
+
+
+class LowRankUpdate:
+    """A base class of modules with factors `lora_A` and `lora_B` and their scaling alpha / r.
+
+    A state dict contains the scaling, because the update depends on it as well.
+    """
+
+    rank: int
+    scaling: float
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def create_factors(
+        self,
+        weight: Tensor,
+        sizes: tuple[int, int],
+        rank: int,
+        alpha: float | None,
+        matrices: int = 1,
+    ) -> None:
+        """Create A (matrices * rank, in), uniform, and B (out, rank * matrices), zero.
+
+        `sizes` are (out, in) of each matrix in `weight`; `alpha` is `rank` by default. The factors
+        of a 16-bit weight are float32. Raise `ValueError` if the rank is not between 1 and the
+        smaller size, if alpha is not finite, or if the weight is sparse, not finite or not of
+        `FLOAT_TYPES`.
+        """
+        check_strided("an adapted weight", weight)
+        outputs, inputs = sizes
+        rank = operator.index(rank)
+        if not 1 <= rank <= min(sizes):
+            raise ValueError(f"expected 1 <= rank <= {min(sizes)}, got {rank}")
+        if alpha is not None and not math.isfinite(alpha):
+            raise ValueError(f"expected a finite alpha, got {alpha}")
+        if weight.device.type != "meta":
+            check_finite("the adapted weight", weight)
+        self.rank = rank
+        self.scaling = float(rank if alpha is None else alpha) / rank
+        dtype = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
+        self.lora_A = nn.Parameter(weight.new_empty(matrices * rank, inputs, dtype=dtype))
+        self.lora_B = nn.Parameter(weight.new_zeros(outputs, rank * matrices, dtype=dtype))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+
+    def get_extra_state(self) -> Tensor:
+        """Return the scaling alpha / r of the update."""
+        return torch.tensor(self.scaling, dtype=torch.float64, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Load the scaling alpha / r of the update."""
+        self.scaling = float(state)
 
 
 class LoRA(LowRankUpdate, Replacement):
-    """A frozen linear layer or embedding with a trainable update of rank `rank`.
+    """A frozen linear layer with a trainable update of rank `rank`.
 
     The update is multiplied by `alpha` / `rank`; `alpha` is `rank` by default. `dropout` applies to
     the inputs of the update. Raises `TypeError` for other layers, and if the layer does not return
-    the product or the rows of its weight. Raises `ValueError` if `dropout` would have no effect,
-    and for an invalid rank, alpha or weight.
+    the product of its weight. Raises `ValueError` if `dropout` would have no effect, and for an
+    invalid rank, alpha or weight.
     """
 
     def __init__(
         self, base: nn.Module, rank: int = 8, *, alpha: float | None = None, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        if not is_instance_of(base, (nn.Linear, nn.Embedding)):
-            raise TypeError(f"expected nn.Linear or nn.Embedding, got {type(base).__name__}")
-        if getattr(base, "max_norm", None) is not None:
+        if not is_instance_of(base, (nn.Linear,)):
             raise TypeError(
-                f"expected max_norm=None, got {base.max_norm}, with which an embedding rewrites "
-                "its weight; exclude it with protect"
+                f"expected nn.Linear, got {type(base).__name__}; the argument parameters of "
+                "add_lora adapts matrices of other layers"
             )
         weight = get_weight(base)
-        self.transposed = isinstance(base, nn.Embedding) or is_conv1d(base)
-        if dropout and isinstance(base, nn.Embedding | NonDynamicallyQuantizableLinear):
+        self.transposed = is_conv1d(base)
+        if dropout and isinstance(base, NonDynamicallyQuantizableLinear):
             # nn.MultiheadAttention reads the weight of its out_proj without calling the layer.
             raise ValueError(
-                "expected dropout=0 for embeddings and the out_proj of nn.MultiheadAttention, got "
-                f"dropout={dropout} for {type(base).__name__}, which would have no effect; pass "
-                "dropout=0, or exclude the layer with protect"
+                f"expected dropout=0 for the out_proj of nn.MultiheadAttention, got "
+                f"dropout={dropout}, which would have no effect; pass dropout=0, or exclude the "
+                "layer with protect"
             )
         self.dropout = nn.Dropout(dropout)
         outputs, inputs = weight.t().shape if self.transposed else weight.shape
         self.create_factors(weight, (outputs, inputs), rank, alpha)
-        plain_forwards = nn.Linear.forward, nn.Embedding.forward
-        is_plain = "forward" not in vars(base) and type(base).forward in plain_forwards
+        is_plain = "forward" not in vars(base) and type(base).forward is nn.Linear.forward
         if weight.device.type != "meta" and not is_plain:
             _check_outputs(base, base.forward)
-        if isinstance(base, nn.Embedding):
-            # An embedding reads one column of A per index, so A starts at zero and B is random, as
-            # in peft.
-            nn.init.zeros_(self.lora_A)
-            nn.init.normal_(self.lora_B)
         # Freeze the base last, so that an error above leaves it unchanged.
         self.base = base.requires_grad_(False)
         # A tuple hides the parameter from nn.Module.
@@ -105,27 +148,19 @@ class LoRA(LowRankUpdate, Replacement):
 
     def __getattr__(self, name: str) -> Any:
         # Attention code and other callers read these attributes directly.
-        if name in ("bias", "in_features", "out_features", "num_embeddings", "embedding_dim"):
+        if name in ("bias", "in_features", "out_features"):
             return getattr(self.base, name)
         return super().__getattr__(name)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map (..., in) to (..., out), or indices to (..., out) for an embedding."""
+        """Map (..., in) to (..., out)."""
         if self.merged:
             self._check_unchanged()
         outputs: Tensor = self.base(input)
         if self.merged:
             return outputs
-        if isinstance(self.base, nn.Embedding):
-            rows = F.embedding(input, self.lora_A.t(), self.base.padding_idx)
-            change = self.scaling * (rows @ self.lora_B.t())
-            scale = getattr(self.base, "embed_scale", None)  # Gemma scales its embeddings
-            if scale is not None:
-                change = change * torch.as_tensor(scale).to(change)
-        else:
-            low = F.linear(self.dropout(input.to(self.lora_A.dtype)), self.lora_A)
-            change = self.scaling * F.linear(low, self.lora_B)
-        return (outputs + change).to(outputs.dtype)
+        low = F.linear(self.dropout(input.to(self.lora_A.dtype)), self.lora_A)
+        return (outputs + self.scaling * F.linear(low, self.lora_B)).to(outputs.dtype)
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -201,15 +236,14 @@ class LoRA(LowRankUpdate, Replacement):
 
 
 def _check_outputs(base: nn.Module, call: Callable[[Tensor], Any]) -> None:
-    """Raise `TypeError` unless `call` returns the product or the rows of the base weight.
+    """Raise `TypeError` unless `call` returns the product of the base weight.
 
     The update is added to these outputs. If a hook or the `forward` of a subclass normalizes or
     scales them, merging the update into the weight would change the function.
     """
-    if not is_product_or_rows(base, call):
-        kind = "rows" if isinstance(base, nn.Embedding) else "product"
+    if not is_product(base, call):
         raise TypeError(
-            f"expected a layer that returns the {kind} of its weight, got other outputs from the "
+            "expected a layer that returns the product of its weight, got other outputs from the "
             f"forward or the hooks of {type(base).__name__}, so its update could not be merged; "
             "exclude the layer with protect, or remove its hooks"
         )

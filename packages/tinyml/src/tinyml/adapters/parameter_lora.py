@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tinyml.adapters.low_rank_update import LowRankUpdate
+from tinyml.adapters.lora import LowRankUpdate
 from tinyml.compressed_weight import refuse_save_pretrained
 from tinyml.conversion import remove_parametrizations, without_autocast
 from tinyml.validation import check_finite, suggest_name

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from tinyml.adapters.insertion import (
     insert_adapters,
-    make_layer_adapter,
     require_adapters,
     require_no_adapters,
 )
@@ -63,10 +62,8 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
     path_of = {name: path for path, name in _map_paths_to_names(list(single)).items()}
     tensors: dict[str, Tensor] = {}
     for name, adapter in all_adapters.items():
-        is_embedding = isinstance(adapter, LoRA) and isinstance(adapter.base, nn.Embedding)
         for key, parameter in (("A", adapter.lora_A), ("B", adapter.lora_B)):
-            factor = f"lora_embedding_{key}" if is_embedding else f"lora_{key}.weight"
-            path = f"{_PREFIX}{path_of.get(name, name)}.{factor}"
+            path = f"{_PREFIX}{path_of.get(name, name)}.lora_{key}.weight"
             tensors[path] = parameter.detach().cpu().contiguous()
     first = next(iter(all_adapters.values()))
     ranks = {name: adapter.rank for name, adapter in all_adapters.items()}
@@ -101,8 +98,9 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     """Add the adapters in `folder` to `model`, in place; return the model.
 
     The base is frozen. Raise `ValueError` if `model` has adapters, or if the adapters in the folder
-    do not fit or use unsupported options of peft. Raise `TypeError` if one of them belongs to a
-    layer that cannot have an adapter, such as a convolution. An error leaves the model unchanged.
+    do not fit, belong to embeddings or use unsupported options of peft. Raise `TypeError` if one of
+    them belongs to another layer that cannot have an adapter, such as a convolution. An error
+    leaves the model unchanged.
     """
     folder = Path(folder)
     config = json.loads((folder / _CONFIG).read_text())
@@ -138,21 +136,17 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     named: dict[nn.Module, str] = {}
     for name in pairs:
         other = named.setdefault(modules[name], name)
-        first, second = pairs[other], pairs[name]
-        if (
-            first.keys() != second.keys()
-            or not all(torch.equal(first[key], second[key]) for key in first)
-            or _read_rank_and_alpha(other, config) != _read_rank_and_alpha(name, config)
-        ):
+        if other != name:
             raise ValueError(
-                f"expected equal adapters of {other} and {name}, which are one layer of the model, "
-                "got different ones; copy the layer first"
+                f"expected one adapter per layer, got adapters of {other} and {name}, which are "
+                "one layer of the model; copy the layer first"
             )
 
     def make_adapter(base: nn.Module) -> LoRA:
         name = named[base]
         rank, alpha = _read_rank_and_alpha(name, config)
-        adapter = make_layer_adapter(base, rank, alpha, float(config.get("lora_dropout") or 0.0))
+        dropout = float(config.get("lora_dropout") or 0.0)
+        adapter = LoRA(base, rank, alpha=alpha, dropout=dropout)
         _copy_factors(name, adapter, pairs[name])
         return adapter
 
@@ -188,11 +182,12 @@ def _read_factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict
                     "this weight into the model first"
                 )
             continue
-        match = re.fullmatch(
-            r"(?:base_model\.model\.)?(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", key
-        )
+        match = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.weight)?", key)
         if match is None:
-            raise ValueError(f"expected factors of LoRA updates in {folder}, got {key!r}")
+            raise ValueError(
+                f"expected factors of updates of linear layers or parameters in {folder}, got "
+                f"{key!r}; merge with peft (merge_and_unload) and load the result"
+            )
         check_finite(key, tensor)
         pairs.setdefault(match[1], {})[match[2]] = tensor
     return pairs

@@ -1,7 +1,25 @@
-"""Folders that transformers and vLLM load: packed weights and a `quantization_config`.
+"""Folders with packed weights, which transformers and vLLM load: the GPTQ and AWQ formats.
 
 The formats store codes of 4 or 8 bits with a float16 scale per output and group of inputs. The
 weight that they represent, rounded to float16, is exactly `layer.weight`.
+
+GPTQ, which transformers loads with GPTQModel:
+
+    qweight  (in * bits / 32, out)      int32, 32 / bits codes of neighboring inputs per word
+    qzeros   (groups, out * bits / 32)  int32, the zero point minus one
+    scales   (groups, out)              float16
+    g_idx    (in,)                      int32, the group of each input
+
+A weight is `scales[g_idx[i], o] * (q[i, o] - (qzeros[g_idx[i], o] + 1))`.
+
+AWQ (version "gemm"):
+
+    qweight  (in, out / 8)      int32, eight 4-bit codes of neighboring outputs per word
+    qzeros   (groups, out / 8)  int32, in the same order
+    scales   (groups, out)      float16
+
+A weight is `scales[i // group, o] * (q[i, o] - qzeros[i // group, o])`. A word contains the outputs
+0, 2, 4, 6, 1, 3, 5, 7, starting from the lowest bits.
 """
 
 from __future__ import annotations
@@ -26,8 +44,127 @@ from tinyml.pruning.config_sizes import check_described_by_config
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.pack import pack
 
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
-def get_quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, GridWeight]:
+
+def save_gptq(model: nn.Module, folder: str | Path) -> None:
+    """Write a transformers model that `gptq` or `quantize` has rounded to 4 or 8 bits.
+
+    The model must be in float16: call `model.half()` before `gptq` or `quantize`. Readers of the
+    format assume that exactly the linear layers of numbered blocks are quantized: pass
+    `protect=["lm_head"]` and, to `quantize`, `layers=[nn.Linear]`. Raises `ValueError` for other
+    models. The tokenizer is not saved.
+    """
+    grids = _get_quantized_linears(model, (4, 8))
+    for name, layer in model.named_modules():
+        is_in_block = any(part.isdigit() for part in name.split("."))
+        if isinstance(layer, nn.Linear) and (name in grids) != is_in_block:
+            remedy = (
+                f"pass protect=[{name!r}]"
+                if name in grids
+                else "remove it from protect, or add its type to layers"
+            )
+            raise ValueError(
+                "expected a model whose quantized layers are exactly the linear layers in blocks, "
+                f"got {name}, which is{'' if name in grids else ' not'} quantized; {remedy}"
+            )
+    first = next(iter(grids.values()))
+    settings = {
+        "quant_method": "gptq",
+        "bits": first.bits,
+        "group_size": _get_common_group_size(grids),
+        "desc_act": False,
+        "sym": all(grid.zero is None for grid in grids.values()),
+        "lm_head": False,
+        "checkpoint_format": "gptq",
+    }
+    _write_folder(model, folder, grids, _pack_gptq, settings)
+
+
+def _pack_gptq(grid: GridWeight) -> dict[str, Tensor]:
+    codes, zero, scale = _to_unsigned_codes(grid)
+    outputs, inputs = codes.shape
+    per_word = 32 // grid.bits
+    if outputs % per_word or inputs % per_word:
+        raise ValueError(
+            f"expected sizes that are multiples of {per_word} for {grid.bits} bits, got a layer "
+            f"with {inputs} inputs and {outputs} outputs; exclude it with protect"
+        )
+    if not zero.all():
+        raise ValueError(
+            "expected zero points above the lowest code, got one that equals it, which the format "
+            "cannot store; quantize with symmetric=True"
+        )
+    order = range(per_word)
+    group = torch.arange(inputs, dtype=torch.int32, device="cpu") // (inputs // scale.shape[1])
+    return {
+        "qweight": _pack_int32(codes, grid.bits, order).t(),
+        "qzeros": _pack_int32(zero.t() - 1, grid.bits, order),
+        "scales": scale.t(),
+        "g_idx": group,
+    }
+
+
+def save_awq(model: nn.Module, folder: str | Path) -> None:
+    """Write a transformers model whose linear layers have 4-bit weights in groups.
+
+    The model must be in float16: call `model.half()` before `gptq` or `quantize`. Linear layers
+    that are not quantized are listed in `modules_to_not_convert`. The head must not be quantized,
+    because transformers leaves it dense: pass `protect=["lm_head"]`. The tokenizer is not saved.
+    """
+    grids = _get_quantized_linears(model, (4,))
+    group_size = _get_common_group_size(grids)
+    if group_size == -1:
+        raise ValueError("expected groups of inputs, got one scale per output; pass group_size=128")
+    linears = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    dense = [name for name in linears if name not in grids]
+    for name in grids:
+        # Readers compare parts of names, so an entry may also exclude a layer with a longer name.
+        excluded = [other for other in [*dense, *_list_dense_layers(model)] if other in name]
+        if excluded:
+            raise ValueError(
+                f"expected layers that readers of the format quantize, got {name}, which they "
+                f"leave dense because of {excluded[0]}; exclude it with protect"
+            )
+    settings = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group_size,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": dense or None,
+    }
+    _write_folder(model, folder, grids, _pack_awq, settings)
+
+
+def _list_dense_layers(model: nn.Module) -> list[str]:
+    """Return the names of the layers that transformers never converts.
+
+    These are the head and the layer of the model's last parameter, unless this parameter is a bias.
+    """
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    names = [name for name, layer in model.named_modules() if layer is head]
+    last, _, key = list(model.named_parameters())[-1][0].rpartition(".")
+    if key == "original":  # compressing a weight has moved it after the bias of its layer
+        last = last.partition(".parametrizations.")[0]
+        key = "weight" if model.get_submodule(last).bias is None else "bias"
+    return [*names, last] if key == "weight" else names
+
+
+def _pack_awq(grid: GridWeight) -> dict[str, Tensor]:
+    codes, zero, scale = _to_unsigned_codes(grid)
+    if len(codes) % 8:
+        raise ValueError(
+            f"expected a multiple of 8 outputs, got {len(codes)}; exclude the layer with protect"
+        )
+    return {
+        "qweight": _pack_int32(codes.t(), 4, _AWQ_ORDER),
+        "qzeros": _pack_int32(zero.t(), 4, _AWQ_ORDER),
+        "scales": scale.t(),
+    }
+
+
+def _get_quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, GridWeight]:
     """Return the grids of the quantized linear layers by name.
 
     Raise `ValueError` if the formats cannot store the model. All layers must have the same number
@@ -59,7 +196,7 @@ def get_quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, 
         )
     settings = {(grid.bits, grid.rows[1]) for grid in grids.values()}
     bits = {bits for bits, _ in settings}
-    if group_size_of(grids) is None or len(bits) > 1 or not bits <= {*widths}:
+    if _get_common_group_size(grids) is None or len(bits) > 1 or not bits <= {*widths}:
         raise ValueError(
             f"expected one number of bits, one of {list(widths)}, and one group size for all "
             f"layers, got (bits, group size) {sorted(settings)}"
@@ -86,7 +223,7 @@ def _make_storage_error(name: str, what: str) -> ValueError:
     )
 
 
-def group_size_of(grids: Mapping[str, GridWeight]) -> int | None:
+def _get_common_group_size(grids: Mapping[str, GridWeight]) -> int | None:
     """Return the number of inputs per scale if all layers have the same number.
 
     Otherwise, return -1 if every layer has one scale per output, and None if not.
@@ -98,7 +235,7 @@ def group_size_of(grids: Mapping[str, GridWeight]) -> int | None:
     return -1 if has_scale_per_output else None
 
 
-def to_unsigned_codes(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
+def _to_unsigned_codes(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
     """Return unsigned codes (out, in), with zero points and scales (out, groups)."""
     lowest = -(2 ** (grid.bits - 1))
     codes = grid.unpack_signed_codes().int().view(grid.shape) - lowest
@@ -109,7 +246,7 @@ def to_unsigned_codes(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
     return codes, zero - lowest, scale
 
 
-def pack_int32(codes: Tensor, bits: int, order: Sequence[int]) -> Tensor:
+def _pack_int32(codes: Tensor, bits: int, order: Sequence[int]) -> Tensor:
     """Pack unsigned codes (..., n) into int32 (..., n * bits / 32).
 
     The code at position `order[i]` of each word starts at bit `i * bits`. `order` has 32 / bits
@@ -119,7 +256,7 @@ def pack_int32(codes: Tensor, bits: int, order: Sequence[int]) -> Tensor:
     return pack(words, bits).view(torch.int32).view(words.shape[:-1])
 
 
-def write_folder(
+def _write_folder(
     model: nn.Module,
     folder: str | Path,
     grids: dict[str, GridWeight],

@@ -59,7 +59,7 @@ def save(model: nn.Module, path: str | Path) -> None:
                 f"expected a model without the rounded weights of prepare_qat, got {name}; call "
                 "convert(model) first"
             )
-        if isinstance(module, Int8Linear) and module.always is None:
+        if isinstance(module, Int8Linear) and module.reference == "float":
             automatic.append(name)
     tensors: dict[str, Tensor] = {}
     names: dict[object, str] = {}
@@ -150,16 +150,11 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     state |= {name: state[stored_name] for name, stored_name in aliases.items()}
     formats = json.loads(metadata["formats"])
     for name, value in formats.items():
-        # Earlier versions stored -1 - zero_row after the shape of a palette.
-        if _is_format(name, state) and value[-1] < 0:
-            zero_row = torch.tensor([-1 - value.pop()])
-            state[f"{name.removesuffix('_extra_state')}zero_row"] = zero_row
         state[name] = torch.tensor(value, dtype=torch.int64, device="cpu")
     model = make_dense_copy(model)
     _tie_as_stored(model, state, aliases)
     automatic = json.loads(metadata["automatic"])
     replacements: dict[nn.Module, nn.Module] = {}
-    by_codes: dict[str, nn.Module] = {}
     for name, layer in list(model.named_modules()):
         codes = _find_codes(name, state)
         if codes is None or get_compressed_weight(layer) is not None:
@@ -167,10 +162,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
         if codes.endswith(_COMPRESSED):
             install_weight(model, layer, _read_compressed_weight(codes, layer, state))
             continue
-        stored_name = aliases.get(codes, codes)
-        if stored_name not in by_codes:
-            by_codes[stored_name] = _read_fastest_linear(codes, layer, state, name in automatic)
-        replacements[layer] = by_codes[stored_name]
+        replacements[layer] = _read_fastest_linear(codes, layer, state, name in automatic)
     model = replace_modules(model, replacements)
     avoid_fused_operators(model)
     # The model has trainable tensors without elements, which are not in the file.

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 #: Bits of the multipliers that rescale the inputs of additions, concatenations and products. In an
 #: addition, a difference of codes is below 2^8, so its product with a multiplier is below 2^30.
 SUM_BITS = 22
+#: The largest shift of a sum of products. A result that is not clamped is below 2^8, so it has at
+#: most 8 + 44 bits before rounding, which float64 represents.
+MAX_SHIFT = 44
 
 
 class QuantParams(nn.Module):
@@ -57,28 +60,19 @@ def compute_scales_for_bias(
     return torch.maximum(scale, min_scale).where(rows.any(1, keepdim=True), bias_scale)
 
 
-def shift_to_codes(scaled: Tensor, shift: Tensor, after: QuantParams) -> Tensor:
-    """Return Z + round(scaled / 2^shift), clamped to int8; halves are rounded up."""
-    half = torch.where(shift > 0, torch.ones_like(shift) << (shift - 1).clamp(min=0), 0)
-    codes = ((scaled + half) >> shift) + after.zero
-    return codes.clamp(-128, 127).to(torch.int8)
-
-
 def to_fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
     """Return positive factors as m / 2^s, with int32 m in [2^30, 2^31) and int64 s.
 
-    Shifts are limited to 62. Raise `ValueError` if a factor is 2^30 or more.
+    Shifts are limited to `MAX_SHIFT`, so m is smaller for factors below 2^-14. Raise `ValueError`
+    if a factor is 2^30 or more.
     """
-    mantissa, exponent = torch.frexp(factors.double())
-    # A mantissa just below 1 would be rounded to 2^31.
-    multiplier = (mantissa * 2**31).round().clamp(max=2**31 - 1)
-    shift = 31 - exponent.long()
+    shift = (31 - torch.frexp(factors.double())[1].long()).clamp(max=MAX_SHIFT)
     if (shift < 1).any():
         largest = float(factors.max())
         raise ValueError(f"expected factors below 2^30, got {largest:.3g}; check the calibration")
-    # int64 shifts must be below 64. |int32 * multiplier| < 2^62, so any shift by more than 62 would
-    # round to zero. A shift by 62 also does if |int32| <= 2^30.
-    return multiplier.to(torch.int32), shift.clamp(max=62)
+    # A mantissa just below 1 would be rounded to 2^31.
+    multiplier = (factors.double() * torch.exp2(shift.double())).round().clamp(max=2**31 - 1)
+    return multiplier.to(torch.int32), shift
 
 
 def to_common_shift(factors: Sequence[float]) -> tuple[Tensor, Tensor]:

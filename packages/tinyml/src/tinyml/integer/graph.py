@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -238,9 +239,6 @@ class _Tracer:
             raise self._make_error(node, "the constant is not one number per channel")
         return value.reshape(-1).expand(x.shape[1])
 
-    def _convert_sub(self, node: fx.Node, a: Any, b: Any) -> Step:
-        return self._convert_add(node, a, b, -1.0)
-
     def _convert_add(self, node: fx.Node, a: Any, b: Any, sign: float = 1.0) -> Step:
         if isinstance(a, Step) and isinstance(b, Step):
             if a.shape != b.shape:
@@ -281,22 +279,19 @@ class _Tracer:
             )
         return self._add_step(Concatenation, node, parts)
 
-    def _convert_max_pool2d(self, node: fx.Node, x: Step, *window: Any) -> Step:
-        return self._convert_pool(node, x, True, *window)
-
     def _convert_avg_pool2d(self, node: fx.Node, x: Step, *options: Any) -> Step:
         *window, counts_padding = options
         if not counts_padding and as_pair(window[-1]) != (0, 0):
             raise self._make_error(node, "only count_include_pad=True is supported")
-        return self._convert_pool(node, x, False, *window)
+        return self._convert_pool(node, x, *window)
 
     def _convert_pool(
-        self, node: fx.Node, x: Step, is_maximum: bool, kernel: Any, stride: Any, padding: Any
+        self, node: fx.Node, x: Step, kernel: Any, stride: Any, padding: Any, maximum: bool = False
     ) -> Step:
         if len(x.shape) != 4:
             raise self._make_error(node, "only a batch of images is supported")
         geometry = Geometry(as_pair(kernel), as_pair(stride or kernel), as_pair(padding))
-        return self._add_step(Pool, node, [x], geometry, is_maximum)
+        return self._add_step(Pool, node, [x], geometry, maximum)
 
     def _convert_adaptive_avg_pool2d(self, node: fx.Node, x: Step, size: Any) -> Step:
         height, width = as_pair(size)
@@ -322,6 +317,7 @@ class _Tracer:
 
 _NORM = "input weight bias running_mean running_var training eps momentum cudnn_enabled"
 _WINDOW = "self kernel_size stride padding"
+_convert_max_pool = partial(_Tracer._convert_pool, maximum=True)
 #: For each operator, its rule and the names of the arguments that the rule reads. The rule is
 #: called with the walk, the node and these arguments.
 _RULES: dict[str, tuple[Callable[..., Step], str]] = {
@@ -334,11 +330,11 @@ _RULES: dict[str, tuple[Callable[..., Step], str]] = {
         (_Tracer._convert_batch_norm, "batch_norm _native_batch_norm_legit", _NORM),
         (_Tracer._convert_batch_norm, "_native_batch_norm_legit_no_training", _NORM),
         (_Tracer._convert_add, "add", "self other"),
-        (_Tracer._convert_sub, "sub", "self other"),
+        (partial(_Tracer._convert_add, sign=-1.0), "sub", "self other"),
         (_Tracer._convert_mul, "mul", "self other"),
         (_Tracer._convert_div, "div", "self other"),
         (_Tracer._convert_cat, "cat concat concatenate", "tensors dim"),
-        (_Tracer._convert_max_pool2d, "max_pool2d max_pool2d_with_indices", _WINDOW),
+        (_convert_max_pool, "max_pool2d max_pool2d_with_indices", _WINDOW),
         (_Tracer._convert_avg_pool2d, "avg_pool2d", f"{_WINDOW} count_include_pad"),
         (_Tracer._convert_adaptive_avg_pool2d, "adaptive_avg_pool2d", "self output_size"),
         (_Tracer._convert_mean, "mean", "self dim keepdim"),

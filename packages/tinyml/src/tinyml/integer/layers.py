@@ -24,7 +24,6 @@ from tinyml.conversion import without_autocast
 from tinyml.integer.fixed_point import (
     QuantParams,
     compute_scales_for_bias,
-    shift_to_codes,
     to_common_shift,
     to_fixed_point,
 )
@@ -95,15 +94,7 @@ class IntegerMatMul(nn.Module):
 
     def _requantize(self, sums: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return int8 codes of sums of products; `shape` broadcasts a value per channel to sums."""
-        if int(self.shift.max()) > 44:
-            total = (sums.long() + self.bias.long().view(shape)).clamp(-(2**31), 2**31 - 1)
-            return shift_to_codes(
-                total * self.multiplier.long().view(shape),
-                self.shift.long().view(shape),
-                self.after,
-            )
-        # Compute the same in float64, which is exact: a result that is not clamped is below 2^8, so
-        # it has at most 8 + 44 bits before rounding, and m / 2^s is representable.
+        # float64 is exact for shifts of up to `MAX_SHIFT` bits.
         factor = self.multiplier.double() * torch.exp2(-self.shift.double())
         scaled = sums.double().add_(self.bias.double().view(shape))
         scaled.mul_(factor.view(shape)).add_(0.5).floor_().add_(self.after.zero)
@@ -140,7 +131,10 @@ class RescaledValues(nn.Module):
 
     def requantize(self, total: Tensor) -> Tensor:
         """Return int8 codes: Z + ((total + 2^(s-1)) >> s)."""
-        return shift_to_codes(total, self.shift.long(), self.after)
+        shift = self.shift.long()
+        half = (torch.ones_like(shift) << shift) >> 1
+        codes = ((total + half) >> shift) + self.after.zero
+        return codes.clamp(-128, 127).to(torch.int8)
 
 
 class IntegerSum(RescaledValues):

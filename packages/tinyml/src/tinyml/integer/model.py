@@ -1,10 +1,9 @@
 """A network that computes with integers from its first layer to its last.
 
 The scheme is that of Jacob et al., "Quantization and Training of Neural Networks for Efficient
-Integer-Arithmetic-Only Inference", 2018. A ReLU after a product or a sum needs no layer if no
-other layer reads the result. The range after the ReLU starts at zero, whose code is the lowest, so
-clamping to int8 is the ReLU. Batch normalization is folded into the weights before it, or becomes a
-product. The integers are the same on every machine, and `to_c` writes the network for a machine
+Integer-Arithmetic-Only Inference", 2018. The module `graph` describes which layers are folded.
+After a folded ReLU, the range starts at zero, whose code is the lowest, so clamping to int8 is the
+ReLU. The integers are the same on every machine, and `to_c` writes the network for a machine
 without torch.
 """
 

@@ -45,10 +45,11 @@ def check_criterion(criterion: str, loss: Loss | None) -> None:
         raise ValueError(
             f"expected criterion 'wanda', 'magnitude', 'bn_scale' or 'taylor', got {criterion!r}"
         )
-    if criterion == "taylor" and loss is None:
-        raise ValueError("expected loss, a function of the model, for criterion='taylor', got None")
-    if criterion != "taylor" and loss is not None:
-        raise ValueError(f"expected loss for criterion='taylor' only, got one for {criterion!r}")
+    if (criterion == "taylor") != (loss is not None):
+        raise ValueError(
+            "expected loss, a function of the model, for criterion='taylor' and no other, got "
+            f"{loss} for {criterion!r}"
+        )
 
 
 def rank_units(

@@ -18,10 +18,6 @@ from tinyml.pruning.groups import Group, Product, Slice, Units
 from tinyml.pruning.units import Walk
 
 
-def _follow_linear(walk: Walk, node: fx.Node, x: fx.Node, weight: Any, bias: Any = None) -> Any:
-    return _follow_product(walk, node, x, weight, bias, (1, 0), -1)
-
-
 def _follow_addmm(walk: Walk, node: fx.Node, bias: Any, x: fx.Node, weight: Any, **_: Any) -> Any:
     return _follow_product(walk, node, x, weight, bias, (0, 1), -1)
 
@@ -81,14 +77,14 @@ def _follow_product(
     node: fx.Node,
     x: fx.Node,
     weight: fx.Node,
-    bias: fx.Node | None,
-    axes: tuple[int, int],
-    dim: int,
+    bias: fx.Node | None = None,
+    axes: tuple[int, int] = (1, 0),
+    dim: int = -1,
 ) -> Any:
     """Read the units of `x` along `dim`, and create a group for the outputs.
 
     `axes` are the axis of the weight that contains its inputs and the axis that contains its
-    outputs. Return the units of the outputs.
+    outputs; the defaults are those of a linear layer. Return the units of the outputs.
     """
     dim = dim % len(get_shape(x))
     units = walk.values[x]
@@ -342,7 +338,7 @@ _OTHER_ELEMENTWISE = (
 RULES: dict[str, Callable[..., Any]] = {
     operator: rule
     for rule, operators in (
-        (_follow_linear, "linear"),
+        (_follow_product, "linear"),
         (_follow_addmm, "addmm"),
         (_follow_matmul, "matmul mm bmm"),
         (_follow_conv, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"),

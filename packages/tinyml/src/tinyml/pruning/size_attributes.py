@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 #: The key of the recorded sizes in the metadata of a node.
 _KEY = "tinyml_sizes"
@@ -66,11 +67,10 @@ class SizeReads(TorchFunctionMode):
         options: Mapping[str, Any] | None = None,
     ) -> Any:
         keywords = dict(options or {})
-        tagged = list(_iter_tagged([arguments, keywords]))
-        untagged_arguments = _untag(arguments)
-        untagged_keywords = _untag(keywords)
+        tagged = _list_tagged([arguments, keywords])
         if not tagged:
-            return function(*untagged_arguments, **untagged_keywords)
+            return function(*arguments, **keywords)
+        untagged_arguments, untagged_keywords = tree_map(_untag, (arguments, keywords))
         name = getattr(function, "__name__", str(function))
         sizes = _get_sizes_by_key(name, arguments)
         for integer in tagged:
@@ -106,35 +106,19 @@ def _get_sizes_by_key(name: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
     return {}
 
 
-def _iter_tagged(value: Any) -> Iterable[_Tagged]:
-    if isinstance(value, _Tagged):
-        yield value
-    for part in _list_contained_values(value):
-        yield from _iter_tagged(part)
-
-
-def _list_contained_values(value: Any) -> Iterable[Any]:
-    if isinstance(value, tuple | list):
-        return value
-    if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, slice):
-        return (value.start, value.stop, value.step)
-    return ()
+def _list_tagged(value: Any) -> list[_Tagged]:
+    """Return the tagged integers in nested containers, including the bounds of slices."""
+    parts: list[Any] = []
+    for leaf in tree_leaves(value):
+        parts += (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
+    return [part for part in parts if isinstance(part, _Tagged)]
 
 
 def _untag(value: Any) -> Any:
-    """Return `value` with plain integers, or `value` itself if it contains no tagged integer."""
-    if isinstance(value, _Tagged):
-        return int(value)
-    if not list(_iter_tagged(value)):
-        return value
+    """Return a tagged integer, or a slice of them, with plain integers; and any other value."""
     if isinstance(value, slice):
-        return slice(*map(_untag, _list_contained_values(value)))
-    if isinstance(value, dict):
-        return {key: _untag(part) for key, part in value.items()}
-    parts = [_untag(part) for part in value]
-    return parts if isinstance(value, list) else tuple(parts)
+        return slice(*map(_untag, (value.start, value.stop, value.step)))
+    return int(value) if isinstance(value, _Tagged) else value
 
 
 class _Tagged(int):

@@ -1,9 +1,9 @@
 """Linear layers that use the fastest implementation for the number of tokens on this machine.
 
-One of the implementations is "float", which multiplies by the dense weight. If implementations are
-timed, another one is used only if it is clearly faster (see `get_timing`). Selecting an
-implementation costs up to 5 microseconds per call. Each implementation prepares its own form of the
-weight at its first use. Prepared weights are never in a state dict.
+A layer has two implementations: a reference and a kernel, which is used only if it is clearly
+faster (see `get_timing`). Selecting an implementation costs up to 5 microseconds per call. Each
+implementation prepares its own form of the weight at its first use. Prepared weights are never in a
+state dict.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tinyml.layers import (
     identify_weights,
     is_conv1d,
     is_instance_of,
-    is_product_or_rows,
+    is_product,
 )
 from tinyml.quantization.rounded_weight import attach_gradient
 from tinyml.timing import Timing, find_stored_timing, is_captured, measure, store_timing
@@ -58,8 +58,11 @@ class FastestLinear(Replacement):
     out_features: int
     dtype: torch.dtype
     group_size: int = 0
-    #: The implementation that is used without timing; None if implementations are timed.
-    always: str | None = None
+    #: The implementation that is used unless `kernel` is clearly faster. With "float", which
+    #: multiplies by the dense weight, the layer may stay in float.
+    reference: str = "float"
+    #: The name of the other implementation.
+    kernel: ClassVar[str]
     #: The implementations by name: functions of the layer and its inputs.
     implementations: ClassVar[dict[str, Callable[[Any, Tensor], Tensor]]]
 
@@ -82,20 +85,34 @@ class FastestLinear(Replacement):
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
         # A microsecond is a tenth of a small layer's time, so this code does as little as possible.
-        is_backward = input.requires_grad and torch.is_grad_enabled()
-        if is_backward or forward_ad._current_level >= 0:  # a level is open in `torch.func.jvp`
+        if forward_ad._current_level >= 0:  # a level is open in `torch.func.jvp`
+            raise NotImplementedError(
+                f"expected no forward-mode derivatives of {type(self).__name__}, whose rounding "
+                "would make them zero; use reverse mode, such as torch.func.vjp"
+            )
+        if input.requires_grad and torch.is_grad_enabled():
             return self._compute_differentiably(input)
         return self._run_fastest(input)
 
     def _compute_differentiably(self, input: Tensor) -> Tensor:
         with without_autocast(input.device):  # the gradient keeps the precision of the input
             dense = F.linear(input, self.weight.to(input.dtype))
-        with forward_ad._set_fwd_grad_enabled(False):  # `detach` alone passes tangents on
-            outputs = self._run_fastest(input.detach())
-        return attach_gradient(outputs, dense)
+        return attach_gradient(self._run_fastest(input.detach()), dense)
 
     def _run_fastest(self, input: Tensor) -> Tensor:
-        return self.implementations[self.always or self._choose_implementation(input)](self, input)
+        if is_captured() or not input.numel():  # neither a recording nor an empty input is timed
+            return self.compute_untimed(input)
+        return self.implementations[self._choose_implementation(input)](self, input)
+
+    def compute_untimed(self, inputs: Tensor) -> Tensor:
+        """Compute the outputs without timing; the base class computes them in float."""
+        return self.compute_in_float(inputs)
+
+    def is_correct(self, inputs: Tensor) -> bool:
+        """Return True if the results of the kernel equal those in float up to rounding."""
+        expected = self.compute_in_float(inputs).float()
+        error = (self.implementations[self.kernel](self, inputs).float() - expected).norm()
+        return bool(error <= 0.1 * expected.norm())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastestLinear:
         # `.to(dtype)` and `.half()` convert the tensors but not this attribute.
@@ -105,8 +122,7 @@ class FastestLinear(Replacement):
             return cast(FastestLinear, cast(Any, super())._apply(fn, recurse))
 
     def _choose_implementation(self, inputs: Tensor) -> str:
-        if is_captured() or not (tokens := inputs.numel() // self.in_features):
-            return "float"  # neither a recording nor an empty input can be timed
+        tokens = inputs.numel() // self.in_features
         key = (tokens - 1).bit_length(), inputs.dtype, inputs.device, torch.get_num_threads()
         if (name := self._selected.get(key)) is None:
             name = self._selected[key] = self.get_timing(inputs).selected
@@ -119,8 +135,9 @@ class FastestLinear(Replacement):
         """
         tokens = inputs.numel() // self.in_features
         key = (
-            type(self), (tokens - 1).bit_length(), self.group_size, self.in_features,
-            self.out_features, inputs.dtype, inputs.device, torch.get_num_threads(),
+            type(self), self.reference, (tokens - 1).bit_length(), self.group_size,
+            self.in_features, self.out_features, inputs.dtype, inputs.device,
+            torch.get_num_threads(),
         )  # fmt: skip
         if key not in _timings:
             stored_key = " ".join(map(str, (type(self).__name__, *key[1:])))
@@ -128,27 +145,22 @@ class FastestLinear(Replacement):
             timing = find_stored_timing(stored_key) if is_stored else None
             if timing is None or timing.selected not in self.implementations:
                 timing = self._measure(self.make_example(tokens, inputs))
+                self._prepared = {}  # the measurement has prepared both implementations
                 if is_stored:
                     store_timing(stored_key, timing)
             _timings[key] = timing
         return _timings[key]
 
     def _measure(self, inputs: Tensor) -> Timing:
-        calls = {name: partial(call, self) for name, call in self.implementations.items()}
-
-        def is_correct(name: str) -> bool:
-            """Return True if the results equal those in float up to rounding."""
-            expected = calls["float"](inputs).float()
-            error = (calls[name](inputs).float() - expected).norm()
-            return name == "float" or bool(error <= 0.1 * expected.norm())
-
+        names = self.kernel, self.reference
+        calls = {name: partial(self.implementations[name], self) for name in names}
         with without_autocast(inputs.device):  # stored times must not depend on autocast
-            return measure(calls, inputs, is_correct, "float")
+            return measure(calls, inputs, partial(self.is_correct, inputs), self.reference)
 
     def has_faster_implementation(self) -> bool:
         """Return True if the layer should replace a layer in float.
 
-        An implementation must be clearly faster than float for one of `DECISION_TOKENS`. If float
+        The kernel must be clearly faster than float for one of `DECISION_TOKENS`. If float
         is selected for one token and takes less than `_SMALL_MS`, the result is False.
         """
         single = self.get_timing(self.make_example(1))
@@ -219,7 +231,7 @@ def install_fastest_linears(
 
     `make(layer)` returns the replacement of a layer, or None to leave the layer unchanged. A layer
     whose replacement may use float is also unchanged if its `has_faster_implementation` returns
-    False. Layers with the same weight and bias have one replacement. Layers that share their weight
+    False. Layers that share a weight have separate replacements. Layers that share their weight
     with a protected layer, subclasses of `nn.Linear`, and embeddings are unchanged.
     """
     protected_weights = identify_weights(model, protected)
@@ -237,18 +249,11 @@ def install_fastest_linears(
         )
     check_weights({name: linear for linear, name in linears.items()})
     replacements: dict[nn.Module, nn.Module] = {}
-    by_weight_and_bias: dict[tuple[int | None, int], FastestLinear | None] = {}
     for done, (linear, name) in enumerate(linears.items(), 1):
-        # A weight that is used with two biases needs two replacements, because each has a bias.
-        key = identify_weight(linear), id(linear.bias)
-        if key not in by_weight_and_bias:
-            layer = make(linear)
-            is_useful = layer is not None and (layer.always or layer.has_faster_implementation())
-            by_weight_and_bias[key] = layer if is_useful else None
-        replacement = by_weight_and_bias[key]
-        if replacement is not None:
-            replacement.training = linear.training
-            replacements[linear] = replacement
+        layer = make(linear)
+        if layer is not None and (layer.reference != "float" or layer.has_faster_implementation()):
+            layer.training = linear.training
+            replacements[linear] = layer
         if progress is not None:
             progress(name, done, len(linears))
     model = replace_modules(model, replacements)
@@ -279,6 +284,6 @@ def avoid_fused_operators(model: nn.Module) -> None:
 def is_compressed_linear_or_conv1d(module: nn.Module) -> bool:
     """Return True for a compressed `nn.Linear`, and for a `Conv1D` that returns its product."""
     if is_conv1d(module):
-        return is_product_or_rows(module, module.forward)
+        return is_product(module, module.forward)
     # Parametrizing a layer replaces its class by a subclass.
     return get_compressed_weight(module) is not None and type(module).__bases__ == (nn.Linear,)

@@ -58,6 +58,7 @@ class Int4Linear(FastestLinear):
         pairs = torch.stack([grid.scale, offset], -1).bfloat16()
         return packed, pairs.view(self.out_features, -1, 2).transpose(0, 1).contiguous()
 
+    kernel: ClassVar[str] = "weights alone"
     implementations: ClassVar[dict[str, Callable[[Any, Tensor], Tensor]]] = {
         "weights alone": _compute_weights_alone,
         "float": FastestLinear.compute_in_float,

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from tinyml.conversion import without_autocast
 from tinyml.layers import get_weight, put_outputs_first
-from tinyml.quantization.fastest_linear import DECISION_TOKENS, FastestLinear
+from tinyml.quantization.fastest_linear import FastestLinear
 from tinyml.quantization.grid import compute_grid, widen
-from tinyml.quantization.products import Int8Weights
+from tinyml.quantization.products import (
+    fits_float32,
+    is_int8_exact,
+    multiply_in_float32,
+    multiply_in_float64,
+    multiply_in_int8,
+)
 from tinyml.size import as_integers
 from tinyml.validation import check_finite
 
@@ -33,7 +41,8 @@ class Int8Linear(FastestLinear):
         super().__init__(cast(Tensor | None, linear.bias))
         weight = put_outputs_first(linear, get_weight(linear))
         self.out_features, self.in_features = weight.shape
-        self.always = None if may_stay_float else "int8"
+        if not may_stay_float:
+            self.reference = "float32"
         self.dtype = weight.dtype
         check_finite("the weight", weight)
         grid = compute_grid(widen(weight), 8)
@@ -58,32 +67,40 @@ class Int8Linear(FastestLinear):
             self.scale = fn(as_integers(scale)).view(scale.dtype)
         return self
 
-    def explain(self, tokens: Sequence[int] = DECISION_TOKENS) -> list[str]:
-        """Return the timing of the exact products for each number of tokens.
+    def is_correct(self, inputs: Tensor) -> bool:
+        """Return True if int8 instructions are exact for inputs of this shape."""
+        return is_int8_exact(self.weight_codes, inputs)
 
-        If the layer may stay in float, the timing of its implementations precedes that of the
-        products.
-        """
-        weights = self._get_weights()
-        lines = [f"{n} tokens: {weights.get_timing(self.make_example(n).float())}" for n in tokens]
-        if self.always:
-            return lines
-        return [f"{a}; {b}" for a, b in zip(super().explain(tokens), lines, strict=True)]
+    def compute_untimed(self, inputs: Tensor) -> Tensor:
+        """Compute the outputs in float, or with exact sums if the layer may not stay in float."""
+        if self.reference == "float":
+            return super().compute_untimed(inputs)
+        return self._multiply(inputs, partial(multiply_in_float64, self.weight_codes))
 
-    def _multiply(self, inputs: Tensor) -> Tensor:
+    def _multiply_in_int8(self, inputs: Tensor) -> Tensor:
+        return self._multiply(inputs, partial(multiply_in_int8, self.weight_codes))
+
+    def _multiply_in_float32(self, inputs: Tensor) -> Tensor:
+        def prepare() -> tuple[Tensor, bool]:
+            return self.weight_codes.float(), not fits_float32(self.weight_codes)
+
+        dense, in_parts = self.get_prepared("float32", prepare)
+        with without_autocast(inputs.device):  # autocast would round the codes to 16 bits
+            return self._multiply(inputs, partial(multiply_in_float32, dense, in_parts=in_parts))
+
+    def _multiply(self, inputs: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
         if not inputs.is_floating_point():
             raise TypeError(f"expected inputs of a floating-point type, got {inputs.dtype}")
         tokens = widen(inputs.reshape(-1, self.in_features))
         min_extreme = 128 * torch.finfo(tokens.dtype).tiny  # then the scale is a normal number
         scale = tokens.abs().amax(1, keepdim=True).clamp_(min=min_extreme).div_(127)
-        sums = self._get_weights().compute_product(tokens.div(scale).round_()).to(tokens.dtype)
+        sums = product(tokens.div(scale).round_()).to(tokens.dtype)
         # Multiply by the weights' scales first: a sum times the scale of large inputs may overflow.
         return self.add_bias_and_cast(sums.mul_(self.scale).mul_(scale), inputs)
 
-    def _get_weights(self) -> Int8Weights:
-        return cast(Int8Weights, self.get_prepared("int8", lambda: Int8Weights(self.weight_codes)))
-
+    kernel: ClassVar[str] = "int8"
     implementations: ClassVar[dict[str, Callable[[Any, Tensor], Tensor]]] = {
-        "int8": _multiply,
+        "int8": _multiply_in_int8,
+        "float32": _multiply_in_float32,
         "float": FastestLinear.compute_in_float,
     }

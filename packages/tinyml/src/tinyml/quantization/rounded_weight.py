@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from tinyml.compressed_weight import CompressedWeight
 from tinyml.quantization.grid import Grid, as_rows, compute_grid, widen
@@ -92,9 +91,7 @@ def make_positive(step: Tensor) -> Tensor:
 
 def attach_gradient(value: Tensor, source: Tensor) -> Tensor:
     """Return exactly `value`, with the gradient of `source`."""
-    # `torch.compile` does not support functions with a `jvp`.
-    function = _GradientOf if forward_ad._current_level < 0 else _GradientAndTangentOf
-    return function.apply(value.detach(), source)
+    return _GradientOf.apply(value.detach(), source)
 
 
 class _GradientOf(torch.autograd.Function):
@@ -111,9 +108,3 @@ class _GradientOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
         return None, gradients[0]
-
-
-class _GradientAndTangentOf(_GradientOf):
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
-        return tangents[1].clone()

@@ -59,14 +59,14 @@ def save_checkpoint(
         group, and all ranks if neither is sharded.
     """
     group = group or _find_group(model, optimizer)
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
     parts: list[Part] = []
     objects: dict[str, Any] = {}
 
     def collect() -> None:
         _check_group(model, optimizer, group)
         all_parts, state_objects = _collect_state(model, optimizer, rank)
-        parts.extend(part for part in all_parts if part.is_written_by(rank, world))
+        parts.extend(part for part in all_parts if rank == 0 or not part.is_replicated)
         objects.update(state_objects)
         if rank == 0:
             objects.update(_collect_header_objects(model, optimizer, extra))
@@ -198,10 +198,9 @@ def _open(
     """Return a Loading of the checkpoint at `path`, matched with the model and the optimizer."""
     check_format(path)
     weights = None if (path / ".metadata").exists() else find_weights(path)
-    parts, states = find_model_parts(model)
+    parts, _ = find_model_parts(model)
     names = {part.name for part in parts} | find_tied_names(model).keys()
-    state_names = {get_original_name(name) for name in states}
-    contents = read_contents(weights or open_folder(path), names, state_names, prefix)
+    contents = read_contents(weights or open_folder(path), names, prefix)
     return Loading(contents, model, optimizer, strict)
 
 
@@ -209,9 +208,8 @@ def _collect_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int
 ) -> tuple[list[Part], dict[str, Any]]:
     """Return this rank's parts of the model and the optimizer, and its objects."""
-    synchronized = optimizer.flat.views if isinstance(optimizer, ShardedOptimizer) else ()
-    model_only = find_model_parts(model, synchronized)[0]
-    parts = [replace(part, name=f"model.{part.name}") for part in model_only]
+    model_parts, _ = find_model_parts(model)
+    parts = [replace(part, name=f"model.{part.name}") for part in model_parts]
     objects: dict[str, Any] = {}
     inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
     if optimizer is None or inner is None:

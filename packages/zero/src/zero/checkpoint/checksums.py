@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,6 @@ def compute_checksum(path: Path) -> int:
         while chunk := file.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
     return crc
-
-
-def compute_file_checksums(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """Return the checksum of each of these files of a folder."""
-    return {name: compute_checksum(folder / name) for name in names}
 
 
 def write(folder: Path, files: dict[str, int], token: str) -> None:

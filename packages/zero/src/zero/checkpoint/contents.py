@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._traverse import set_element
 
 from zero.checkpoint import checksums
 from zero.checkpoint.ownership import Part
@@ -59,18 +58,12 @@ class Contents:
         return values.view(shape)
 
 
-def read_contents(
-    source: Folder | Weights,
-    names: Collection[str],
-    state_names: Collection[str],
-    prefix: str | None,
-) -> Contents:
+def read_contents(source: Folder | Weights, names: Collection[str], prefix: str | None) -> Contents:
     """Return the contents of a checkpoint under the names of a model.
 
     Raise ValueError if names are ambiguous, or for another format version or missing checksums.
 
     names: every name of a tensor of the model.
-    state_names: the names of the other states of the model's modules.
     prefix: the prefix of the model's names in another program's checkpoint; None to find it.
     """
     is_native = isinstance(source, Folder) and HEADER in source.objects
@@ -85,7 +78,7 @@ def read_contents(
         if is_native:
             sorter.read_native()
         else:
-            sorter.read_other(state_names)
+            sorter.read_other()
     return contents
 
 
@@ -123,14 +116,12 @@ class _EntrySorter:
         self.contents.modules = header["modules"]
         self.contents.extra = dict(header["extra"])
 
-    def read_other(self, state_names: Collection[str]) -> None:
+    def read_other(self) -> None:
         """Sort the entries of another program's folder."""
-        states = self._read_module_states(state_names)
         entries = [
             name
             for name in self.folder.metadata.state_dict_metadata
-            if name not in states
-            and not (name.startswith(self.prefix) and name.removeprefix(self.prefix) in self.names)
+            if not (name.startswith(self.prefix) and name.removeprefix(self.prefix) in self.names)
         ]
         self.contents.optimizers = _find_optimizer_prefixes(entries, self.names)
         self._sort(entries, sorted(self.contents.optimizers, key=len, reverse=True))
@@ -140,25 +131,6 @@ class _EntrySorter:
                 members = group.get("param_names", group.get("params", [key]))
                 spelled += [str(member) for member in members]
             self._name_parameters(_find_state_prefix(spelled, self.names, self.prefix))
-
-    def _read_module_states(self, state_names: Collection[str]) -> set[str]:
-        """Read the states of modules, and return the names of their entries.
-
-        torch stores each value of a nested state separately, with its path.
-        """
-        paths = self.folder.metadata.planner_data
-        stored = {self.prefix + name: name for name in state_names}
-        entries = set()
-        for entry in self.folder.metadata.state_dict_metadata:
-            path = paths.get(entry, (entry,)) if isinstance(paths, dict) else (entry,)
-            for depth in range(1, len(path) + 1):
-                name = stored.get(".".join(map(str, path[:depth])))
-                if name is not None:
-                    value = self._read_value(entry)
-                    set_element(self.contents.modules, (name, *path[depth:]), value)
-                    self.contents.model.pop(entry.removeprefix(self.prefix), None)
-                    entries.add(entry)
-        return entries
 
     def _sort(self, entries: Sequence[str], roots: Sequence[str]) -> None:
         """Assign each entry to the first optimizer in `roots` with its prefix, or to `extra`."""
@@ -178,16 +150,14 @@ class _EntrySorter:
             self.states.append((parameter, key, name))
         elif kind == "param_groups" and entry:
             number, _, option = entry.rpartition(".")
-            self.groups.setdefault(number, {})[option] = self._read_value(name)
+            is_object = name in self.objects
+            value = self.objects[name] if is_object else self.contents.read_whole(name)
+            self.groups.setdefault(number, {})[option] = value
         elif kind == "param_groups":
             self.groups.update((str(i), group) for i, group in enumerate(self.objects[name]))
         else:
             return False
         return True
-
-    def _read_value(self, name: str) -> Any:
-        """Return an object or a whole tensor."""
-        return self.objects[name] if name in self.objects else self.contents.read_whole(name)
 
     def _name_parameters(self, strip: str) -> None:
         """Find the model's name of each parameter in the optimizer's groups and state.

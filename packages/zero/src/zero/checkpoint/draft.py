@@ -113,8 +113,8 @@ class Draft:
             raise
 
     def publish(self) -> None:
-        """Link other files at the path into the folder, and rename the folder to its final path."""
-        link_other_files(self.path, self.folder)
+        """Copy other files at the path into the folder, and rename the folder to its final path."""
+        copy_other_files(self.path, self.folder)
         replace_folder(self.folder, self.path)
 
     def close(self) -> None:
@@ -150,25 +150,17 @@ def find_checkpoint(path: Path) -> Path:
     return previous if not real.exists() and previous.exists() else real
 
 
-def link_other_files(path: Path, draft: Path) -> None:
-    """Link files in `path` that belong to no checkpoint into `draft`, which will replace `path`."""
+def copy_other_files(path: Path, draft: Path) -> None:
+    """Copy files in `path` that belong to no checkpoint into `draft`, which will replace `path`."""
     for other in path.iterdir() if path.is_dir() else ():
         target = draft / other.name
         is_checkpoint = other.name in (".metadata", checksums.NAME) or other.match("__*.distcp")
         if is_checkpoint or target.exists():
             continue
         if other.is_dir() and not other.is_symlink():
-            shutil.copytree(other, target, symlinks=True, copy_function=_link_or_copy)
+            shutil.copytree(other, target, symlinks=True)
         else:
-            _link_or_copy(other, target)
-
-
-def _link_or_copy(file: str | Path, target: str | Path) -> None:
-    """Hard-link a file at `target`, or copy it if it cannot be linked."""
-    try:
-        os.link(file, target, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(file, target, follow_symlinks=False)
+            shutil.copy2(other, target, follow_symlinks=False)
 
 
 def replace_folder(draft: Path, path: Path) -> None:

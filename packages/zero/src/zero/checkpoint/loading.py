@@ -217,29 +217,19 @@ class Loading:
         if foreign:
             self.left_out.append(f"{', '.join(foreign)}: state of parameters not in the model")
 
-    def _list_state_parts(self) -> tuple[list[tuple[int, str, Part]], list[tuple[int, str, str]]]:
-        """Return the optimizer state to read: tensors, and then objects.
-
-        An entry is (parameter number, key, part) or (parameter number, key, stored name).
-        """
-        tensors = []
-        objects = []
-        stored = self.contents.source.tensors
-        for index, (slot, entries) in enumerate(self.states):
-            if slot.run is None:
-                continue
-            for key, name in entries:
-                if name in stored:
-                    part = _allocate_state(name, stored[name], slot, key)
-                    tensors.append((index, key, part))
-                else:
-                    objects.append((index, key, name))
-        return tensors, objects
-
     def _fill_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         source = self.contents.source
         assert isinstance(source, Folder)
-        tensors, objects = self._list_state_parts()
+        # An entry is (parameter number, key, part) or (parameter number, key, stored name).
+        tensors: list[tuple[int, str, Part]] = []
+        objects: list[tuple[int, str, str]] = []
+        for index, (slot, entries) in enumerate(self.states):
+            for key, name in entries if slot.run else ():
+                if name in source.tensors:
+                    part = _allocate_state(name, source.tensors[name], slot, key)
+                    tensors.append((index, key, part))
+                else:
+                    objects.append((index, key, name))
         loaded = source.read([part for _, _, part in tensors], [name for _, _, name in objects])
         state: dict[int, dict[str, Any]] = {}
         for index, key, part in tensors:

@@ -5,8 +5,7 @@ All stages use the same description, so a checkpoint of one stage can be read by
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,14 +35,6 @@ class Part:
     is_replicated: bool = False
     #: The tensor whose elements are `values`; if the tensor is not contiguous, `values` is a copy.
     target: Tensor | None = None
-    #: True if the values are equal on all ranks, so that any rank may write them.
-    is_synchronized: bool = False
-
-    def is_written_by(self, rank: int, world: int) -> bool:
-        """Return True if a rank writes the part; synchronized parts are distributed over ranks."""
-        if self.is_synchronized:
-            return zlib.crc32(self.name.encode()) % world == rank
-        return rank == 0 or not self.is_replicated
 
 
 @dataclass(frozen=True)
@@ -92,15 +83,11 @@ def _unwrap_compiled(model: nn.Module) -> nn.Module:
     return model if original is None else original
 
 
-def find_model_parts(
-    model: nn.Module, synchronized: Container[nn.Parameter] = ()
-) -> tuple[list[Part], dict[str, Any]]:
+def find_model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
     """Return this rank's parts of parameters and buffers, and the other states of modules.
 
     The states are those of `get_extra_state()`, and values that are not tensors, by their names in
     `unwrap(model).state_dict()`.
-
-    synchronized: the parameters that a ShardedOptimizer keeps equal on all ranks.
     """
     parts = []
     for slot in _iter_slots(model):
@@ -115,7 +102,6 @@ def find_model_parts(
                 values.reshape(-1),
                 is_replicated=slot.is_replicated,
                 target=values,
-                is_synchronized=slot.parameter in synchronized,
             )
         )
     parameter_names = {name for name, _ in _iter_parameters(model, with_tied=True)}

@@ -70,8 +70,9 @@ def write_folder(
 
         def write() -> _Written:
             results = storage.write_data(plans[rank], planner).wait()
+            folder = build_draft_path(path, token)
             files = sorted({result.storage_data.relative_path for result in results})
-            return results, checksums.compute_file_checksums(build_draft_path(path, token), files)
+            return results, {name: checksums.compute_checksum(folder / name) for name in files}
 
         written = run_on_ranks(write, group, failure)
 
@@ -100,7 +101,7 @@ _Written = tuple[list[Any], dict[str, int]]
 def _publish(draft: Draft, written: Sequence[_Written]) -> None:
     """Write the checksums of all files, and rename the folder to its final path."""
     files = {name: crc for _, of_rank in written for name, crc in of_rank.items()}
-    files |= checksums.compute_file_checksums(draft.folder, [".metadata"])
+    files[".metadata"] = checksums.compute_checksum(draft.folder / ".metadata")
     checksums.write(draft.folder, files, draft.token)
     for info in (result.storage_data for results, _ in written for result in results):
         file = draft.folder / info.relative_path

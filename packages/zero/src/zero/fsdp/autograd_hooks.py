@@ -107,24 +107,19 @@ def _are_same(entries: dict[Any, Any], others: dict[Any, Any]) -> bool:
 
 
 def call_after_gradients(
-    values: Any,
-    mutable: list[MutableArgument],
-    hook: Callable[[], None],
-    *,
-    before_double_backward: Callable[[], None],
+    values: Any, mutable: list[MutableArgument], hook: Callable[[], None]
 ) -> Any:
     """Return `values` with views of their tensors whose gradients are hooked.
 
-    `hook()` is called when the backward pass has computed all these gradients, and
-    `before_double_backward()` before a backward pass through them. The mutable containers are
-    appended to `mutable`, as by `replace_tensors`.
+    `hook()` is called when the backward pass has computed all these gradients. The mutable
+    containers are appended to `mutable`, as by `replace_tensors`.
     """
     tensors = {id(tensor): tensor for tensor in find_tensors(values) if tensor.requires_grad}
     hooked: dict[int, Tensor] = {}
     if tensors:
         # A single graph node for all tensors runs when the last gradient has been computed. A
         # repeated tensor stays the same object; the fast path of attention depends on this.
-        outputs = _GradientHook.apply(hook, before_double_backward, *tensors.values())
+        outputs = _GradientHook.apply(hook, *tensors.values())
         hooked = dict(zip(tensors, outputs, strict=True))
     return replace_tensors(lambda tensor: hooked.get(id(tensor), tensor), values, mutable)
 
@@ -176,18 +171,12 @@ def cast(dtype: torch.dtype, values: Any, mutable: list[MutableArgument]) -> Any
 
 class _GradientHook(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hook: Any, before_double_backward: Any, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, hook: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.hook = hook
-        ctx.before_double_backward = before_double_backward
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         ctx.hook()
-        if torch.is_grad_enabled():
-            # During the backward pass, gradients are enabled only with create_graph=True.
-            gradients = call_before_gradients(gradients, ctx.before_double_backward)
-        return None, None, *gradients
+        return None, *gradients

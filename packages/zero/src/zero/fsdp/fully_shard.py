@@ -116,7 +116,7 @@ class FSDPModule:
         """Free the full parameters of this module, unless it is running."""
         for unit in _list_units(self):
             unit.set_unsharded_by_caller(False)
-            unit.release_and_reshard()
+            unit.reshard()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True

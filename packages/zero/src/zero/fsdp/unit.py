@@ -19,8 +19,7 @@ If a gather fails, the unit is SHARDED and keeps the memory until the next `resh
 successful gather: messages of the failed gather may still arrive in this memory.
 
 A unit is used while a module with its parameters runs its forward pass, and after the caller has
-unsharded it (`_num_users` counts both). It is also used during a double backward pass
-(`keep_unsharded`).
+unsharded it (`_num_users` counts both).
 
 Note [One storage for full parameters]
 The full parameters always have the same storage, which is resized to zero and refilled. The tensors
@@ -122,8 +121,6 @@ class Unit:
         self.reshard_after_forward = True
         self._num_users = 0
         self._is_unsharded_by_caller = False
-        #: True during a double backward pass: Note [Lifetime of a unit].
-        self.keep_unsharded = False
         self.gradients = UnitGradients(self, gradient_dtype or dtype)
         self.full.untyped_storage().resize_(0)
         self._register(are_full=False)
@@ -248,10 +245,13 @@ class Unit:
         self._full_versions = {p.full: p.full._version for p in self.parameters}
 
     def reshard(self) -> None:
-        """Free unused full parameters; raise RuntimeError if they were written to or exported."""
+        """Free unused full parameters; raise RuntimeError if they were written to or exported.
+
+        Parameters that stayed full between steps could become wrong, because a change of a shard
+        through `.data` is not detected.
+        """
         self._finish_unshard()
-        is_in_use = self._num_users > 0 or self.keep_unsharded
-        if self.state is UnitState.UNSHARDED and not is_in_use:
+        if self.state is UnitState.UNSHARDED and not self._num_users:
             self._check_versions()
             storage = self.full.untyped_storage()
             if not storage.resizable():
@@ -272,15 +272,6 @@ class Unit:
             change = FREED if is_freed else -FREED
             _unsafe_set_version_counter(full, tuple(tensor._version + change for tensor in full))
             self._is_marked_freed = is_freed
-
-    def release_and_reshard(self) -> None:
-        """Clear `keep_unsharded`, and free the full parameters unless a module still uses them.
-
-        Parameters that stayed full could become wrong, because a change of a shard through `.data`
-        is not detected.
-        """
-        self.keep_unsharded = False
-        self.reshard()
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if a forward pass wrote to the full parameters.
@@ -328,7 +319,7 @@ class Unit:
         self._is_unsharded_by_caller = False
         self.gradients.discard()
         self._register(are_full=False)
-        self.release_and_reshard()
+        self.reshard()
 
     def add_user(self) -> None:
         """Register the full parameters as the modules' parameters, and add one user."""

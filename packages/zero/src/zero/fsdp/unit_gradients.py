@@ -47,7 +47,7 @@ class UnitGradients:
 
     @property
     def communicator(self) -> Communicator:
-        """The collectives of the unit's ranks."""
+        """The collectives of the unit's ranks, which `FSDP` replaces if it takes over the unit."""
         return self.unit.communicator
 
     def has_unreduced(self) -> bool:

@@ -157,7 +157,7 @@ class UnitSchedule(nn.Module):
         self._previous_order = self._forward_order
         self._forward_order = []
         for unit in self.units:
-            unit.release_and_reshard()
+            unit.reshard()
         self._adopt_shard_changes()
         if self._buffers_may_differ and self.forward_sync_buffers:
             self.communicator.broadcast_buffers(self.module)
@@ -190,7 +190,6 @@ class UnitSchedule(nn.Module):
                 (args, kwargs),
                 mutable,
                 partial(self._finish_module_backward, module),
-                before_double_backward=partial(self._prepare_double_backward, module),
             )
         return args, kwargs
 
@@ -251,7 +250,6 @@ class UnitSchedule(nn.Module):
             unsharded = [*self._forward_order[-1:], *self.units_of[self.module]]
             unsharded += [u for u in self._forward_order if not u.reshard_after_forward]
         for unit in self.units:
-            unit.keep_unsharded = False
             if unit not in unsharded:
                 unit.reshard()
         return call_before_gradients(output, self._begin_backward)
@@ -279,11 +277,21 @@ class UnitSchedule(nn.Module):
     # Backward
 
     def _begin_backward(self) -> None:
-        """Prepare a backward pass when the first of its hooks runs."""
+        """Prepare a backward pass when the first of its hooks runs.
+
+        Raise RuntimeError if the backward pass records a graph.
+        """
         if self._in_backward and self._end_callback() is None:
             self._reset_after_error()
         if self._in_backward:
             return
+        # During a backward pass, gradients are enabled only with create_graph=True.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "expected a backward pass without create_graph=True, because parameters are whole "
+                "only while their layers run: gradients of gradients cannot be sharded at stage 3, "
+                "so use ShardedOptimizer (stages 1 and 2)"
+            )
         self._in_backward = True
         end_step()
         self._accumulates_gradients = self._is_accumulating_backward()
@@ -302,13 +310,6 @@ class UnitSchedule(nn.Module):
         for unit in reversed(previous):
             if unit.is_read_in_backward:
                 unit.unshard()
-
-    def _prepare_double_backward(self, module: nn.Module) -> None:
-        """Gather a module's units for a double backward pass, which reads weights."""
-        self._begin_backward()
-        for unit in self.units_of[module]:
-            unit.wait_for_unshard()
-            unit.keep_unsharded = True
 
     def _finish_module_backward(self, module: nn.Module) -> None:
         """Free a module's units after its backward pass, except units of enclosing modules."""
@@ -386,7 +387,7 @@ class UnitSchedule(nn.Module):
             self._reset_after_error()
             raise
         for unit in self.units:
-            unit.release_and_reshard()
+            unit.reshard()
 
     def _reset_after_error(self) -> None:
         """Reset the state of a backward pass that raised an exception."""

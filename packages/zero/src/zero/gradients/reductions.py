@@ -58,13 +58,7 @@ def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -
     Raise RuntimeError if the gradients are sharded over several groups. Every rank must call this
     function.
     """
-    communicator, *others = _list_communicators(gradients)
-    if others:
-        raise RuntimeError(
-            "expected gradients sharded over one process group, got "
-            f"{1 + len(others)} groups, which could disagree on skipping the step: use one "
-            "optimizer and one scaler per group"
-        )
+    communicator = _get_communicator(gradients)
     communicator.check_not_joining()
     pieces = _list_local_pieces(gradients)
     if pieces:
@@ -85,23 +79,27 @@ def _list_local_pieces(gradients: Sequence[Tensor]) -> list[Tensor]:
     return pieces
 
 
-def _list_communicators(gradients: Sequence[Tensor]) -> list[Communicator]:
-    """Return one communicator per group over which gradients are sharded."""
-    communicators: list[Communicator] = []
-    for gradient in gradients:
-        if isinstance(gradient, PartialGradient) and not any(
-            gradient.communicator.uses_same_group(known) for known in communicators
-        ):
-            communicators.append(gradient.communicator)
-    return communicators
+def _get_communicator(gradients: Sequence[Tensor]) -> Communicator:
+    """Return the communicator of sharded gradients; raise RuntimeError if they have several groups.
+
+    At least one of the gradients is sharded.
+    """
+    first, *others = [g.communicator for g in gradients if isinstance(g, PartialGradient)]
+    if not all(first.uses_same_group(other) for other in others):
+        raise RuntimeError(
+            "expected gradients sharded over one process group, got several groups: clip with "
+            "foreach=False, and use one optimizer and one scaler per group, because the groups "
+            "could disagree on skipping the step"
+        )
+    return first
 
 
 def compute_norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
     """Return each gradient's vector norm over all ranks, as 0-dimensional tensors.
 
     They have the real dtype that corresponds to `dtype` or, by default, to the gradient's dtype.
-    Call one all-reduce per process group. Raise ValueError if `ord` is not positive. Every rank
-    must call this function.
+    Raise ValueError if `ord` is not positive, and RuntimeError if the gradients are sharded over
+    several groups. Every rank must call this function.
     """
     if ord <= 0:
         raise ValueError(f"expected a norm of order > 0 of a sharded gradient, got order {ord}")
@@ -115,19 +113,14 @@ def compute_norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None
         ]
         if parts:
             local[index] = torch.linalg.vector_norm(torch.stack(parts), ord)
-    # Replicated gradients are equal on all ranks, so their local norms are the totals.
-    totals = local.clone()
-    for communicator in _list_communicators(gradients):
-        total = torch.linalg.vector_norm(_all_gather_rows(local, communicator), ord, dim=0)
-        for index, gradient in enumerate(gradients):
-            if isinstance(gradient, PartialGradient) and communicator.uses_same_group(
-                gradient.communicator
-            ):
-                totals[index] = total[index]
-    return [
-        norm.to((dtype or gradient.dtype).to_real())
-        for norm, gradient in zip(totals, gradients, strict=True)
-    ]
+    rows = _all_gather_rows(local, _get_communicator(gradients))
+    totals = torch.linalg.vector_norm(rows, ord, dim=0)
+    norms = []
+    for gradient, local_norm, total in zip(gradients, local, totals, strict=True):
+        # Replicated gradients are equal on all ranks, so their local norms are the totals.
+        norm = total if isinstance(gradient, PartialGradient) else local_norm
+        norms.append(norm.to((dtype or gradient.dtype).to_real()))
+    return norms
 
 
 def _all_gather_rows(values: Tensor, communicator: Communicator) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Container, Mapping, Reversible, Sequence, Set
+from collections.abc import Reversible, Sequence, Set
 from itertools import zip_longest
 from typing import Any
 from weakref import ref
@@ -133,17 +133,3 @@ def check_groups_unchanged(
 def is_same_list(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     """Return True if two lists have the same tensors in the same order."""
     return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
-
-
-def check_state_keys(state: Mapping[Any, Any], parameters: Container[Any]) -> None:
-    """Raise RuntimeError if the caller has stored state under a parameter.
-
-    Empty entries are not an error, because reading a missing entry creates one.
-    """
-    for key, entry in state.items():
-        if entry != {} and key in parameters:
-            raise RuntimeError(
-                "expected the shards of parameters as the keys of `state`, got a parameter of "
-                f"shape {tuple(key.shape)}, whose entry would have no effect: change the entries "
-                "in state.values() in place, clear `state`, or use load_state_dict()"
-            )

@@ -333,12 +333,14 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _check_state(self) -> None:
         """Raise RuntimeError if the caller has changed `state` in a way that has no effect."""
-        if self.state is not self._exposed_state:
+        entries = [p for p in self.flat.views if self.state.get(p)]
+        if self.state is not self._exposed_state or entries:
             raise RuntimeError(
-                "expected `state` to be changed in place, got another object: use state.clear() "
-                "or load_state_dict()"
+                "expected `state` to be changed in place, with the shards of parameters as keys, "
+                f"got another object, or entries of {len(entries)} parameters, which would have no "
+                "effect: change the entries in state.values() in place, use state.clear() or "
+                "load_state_dict()"
             )
-        parameter_groups.check_state_keys(self.state, self.flat.views)
         for parameter in self.flat.views:
             # The caller may have created an empty entry by reading `state[parameter]`.
             if parameter in self.inner.state:

@@ -10,7 +10,6 @@ norms, are copies.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,7 +64,6 @@ class RandomWeights:
         self.unit_query_std = (settings.scale * settings.d_head**0.5) ** -0.5
         self.has_query_norms = any(".q_norm." in role for role in roles.values())
         self._noise: tuple[int, Tensor] | None = None
-        self._buffers: dict[float, Tensor] = {}
 
     def draw(self, scale: Scale, seed: int) -> dict[str, Tensor]:
         """Return weights by name; see Note [Weights that share memory]."""
@@ -81,16 +79,7 @@ class RandomWeights:
             noise = torch.empty(max(lengths.values()), dtype=torch.float32, device=self.device)
             # Uniform numbers with a standard deviation of 1.
             self._noise = seed, noise.uniform_(-(3**0.5), 3**0.5, generator=generator)
-            self._buffers = {}
-        # Reuse buffers of the earlier weights, and free buffers that are too short or not needed.
-        self._buffers = {
-            std: buffer
-            for std, buffer in self._buffers.items()
-            if len(buffer) >= lengths.get(std, math.inf)
-        }
-        for std, length in lengths.items():
-            if std not in self._buffers:
-                self._buffers[std] = std * self._noise[1][:length]
+        buffers = {std: std * self._noise[1][:length] for std, length in lengths.items()}
         drawn: dict[int, Tensor] = {}  # Tied weights stay tied.
         for index, (name, tensor) in enumerate(self.tensors.items()):
             if id(tensor) in drawn:
@@ -99,7 +88,7 @@ class RandomWeights:
                 drawn[id(tensor)] = tensor.float() if tensor.is_floating_point() else tensor
                 continue
             mean, std = moments[name]
-            weight = self._buffers[std][_STRIDE * index :][: tensor.numel()].view(tensor.shape)
+            weight = buffers[std][_STRIDE * index :][: tensor.numel()].view(tensor.shape)
             drawn[id(tensor)] = weight + mean if mean else weight
         return {name: drawn[id(tensor)] for name, tensor in self.tensors.items()}
 

@@ -1,27 +1,36 @@
-"""Checks of `parallel`: splits against one process in float64, schedules by their passes."""
+"""Checks of `parallel`: splits against one process in float64, schedules by their passes.
+
+GPipe and 1F1B compute the same gradients. They differ only in the order of forward and backward
+passes: 1F1B runs a backward pass as soon as it can, so that fewer microbatches are in flight.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import accounting.plain
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
 
-from llmsys_suite import results, splits
-from llmsys_suite.audit import events, reference, tolerances
+from llmsys_suite import results
+from llmsys_suite.audit import reference, tolerances
 from llmsys_suite.audit.check import Check, Sources, compare_rows, select_clock_ratio
 from llmsys_suite.audit.inputs import get_float64_parameters, get_num_heads, move_to_device
 from llmsys_suite.audit.probe import RATE
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.config import RunConfig, get_size
+from llmsys_suite.config import Layout, RunConfig, build_possible_layouts, get_size
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.splits.split_model import SplitModel
 from llmsys_suite.stages import parallel
 from llmsys_suite.variants.initial_weights import build_seeded_model
 
@@ -47,8 +56,8 @@ def check_records(folder: RunFolder, result: results.Parallel | results.Skipped)
         yield from _check_times(folder.config, row, possible[row["split"]])
 
 
-def _build_layouts(config: RunConfig) -> dict[str, splits.Layout]:
-    return splits.build_possible_layouts(get_size(config.size), config.world, config.rows)
+def _build_layouts(config: RunConfig) -> dict[str, Layout]:
+    return build_possible_layouts(get_size(config.size), config.world, config.rows)
 
 
 def check_stage(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Check]:
@@ -62,7 +71,7 @@ def check_stage(run: Run, result: results.Parallel | results.Skipped) -> Iterato
         name = row["split"]
         layout = possible[name]
         # Gradients of a split are checked in float32, even if the run uses another dtype.
-        with run.in_float32(), events.record_passes() as passes:
+        with run.in_float32(), record_passes() as passes:
             gradients = _check_gradients(run, name, layout, exact)
         yield gradients
         yield from _check_schedule(run, name, layout, passes)
@@ -93,11 +102,11 @@ def _train_one_process(run: Run) -> Exact:
     return Exact(start, gradients[0], losses)
 
 
-def _check_gradients(run: Run, name: str, layout: splits.Layout, exact: Exact) -> Check:
+def _check_gradients(run: Run, name: str, layout: Layout, exact: Exact) -> Check:
     """Compare the weight change of one SGD step with the exact gradients, on every rank."""
     # SGD's foreach implementation does not mix DTensors with plain tensors.
     make = partial(torch.optim.SGD, lr=RATE, foreach=False)
-    split = splits.SplitModel(run, run.model, layout, make)
+    split = SplitModel(run, run.model, layout, make)
     split.step(*split.draw_batch(0))
     moved = {n: (exact.start[n] - w.double()) / RATE for n, w in split.gather_weights().items()}
     floor = reference.compute_rounding_floor(exact.gradients)
@@ -109,14 +118,12 @@ def _check_gradients(run: Run, name: str, layout: splits.Layout, exact: Exact) -
     )
 
 
-def _check_schedule(
-    run: Run, name: str, layout: splits.Layout, passes: list[str]
-) -> Iterator[Check]:
+def _check_schedule(run: Run, name: str, layout: Layout, passes: list[str]) -> Iterator[Check]:
     """Compare the number of passes in flight with the schedule of the same name."""
     microbatches = layout.count_microbatches(run.config.rows // layout.data)
     in_flight = []
-    for rank, maximum in enumerate(run.gather(events.count_max_in_flight(passes))):
-        expected = events.compute_expected_in_flight(name, rank, run.world, microbatches)
+    for rank, maximum in enumerate(run.gather(count_max_in_flight(passes))):
+        expected = compute_expected_in_flight(name, rank, run.world, microbatches)
         if expected is not None:
             in_flight.append((expected, maximum, f"rank {rank}"))
     if in_flight:
@@ -137,11 +144,14 @@ def _check_losses(run: Run, row: results.Row, exact: Exact) -> Iterator[Check]:
         yield written_out.check_loss(f"{name}: {key}", expected, row[key], allowed)
 
 
-def _check_times(config: RunConfig, row: results.Row, layout: splits.Layout) -> Iterator[Check]:
+def _check_times(config: RunConfig, row: results.Row, layout: Layout) -> Iterator[Check]:
     """Compare the bubble and the times of a row with a formula and a second clock."""
     name = row["split"]
+    microbatches = layout.count_microbatches(config.rows // layout.data)
+    idle_per_work = accounting.plain.bubble_fraction(layout.pipeline, microbatches)
+    bubble = idle_per_work / (1 + idle_per_work)
     slots = Sources("reported", "accounting's formula")
-    yield slots.check_equal(f"{name}: bubble", _compute_bubble(config, layout), row["bubble"], 1e-9)
+    yield slots.check_equal(f"{name}: bubble", bubble, row["bubble"], 1e-9)
     pairs = zip(row["seconds"], row["clocked_s"], strict=True)
     clock = Sources("iterations", "another clock around each")
     yield clock.check_equal(
@@ -154,8 +164,43 @@ def _check_times(config: RunConfig, row: results.Row, layout: splits.Layout) -> 
     yield stage.check_equal(f"{name}: iterations", parallel.ITERATIONS, len(row["seconds"]))
 
 
-def _compute_bubble(config: RunConfig, layout: splits.Layout) -> float:
-    """Return the fraction of a step in which a pipeline stage is idle."""
-    microbatches = layout.count_microbatches(config.rows // layout.data)
-    idle_per_work = accounting.plain.bubble_fraction(layout.pipeline, microbatches)
-    return idle_per_work / (1 + idle_per_work)
+@contextmanager
+def record_passes() -> Iterator[list[str]]:
+    """Yield a list of "forward" and "backward", the passes of this rank in the `with` statement."""
+    events: list[str] = []
+
+    def record(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            events.append(kind)
+            return original(*args, **options)
+
+        return call
+
+    methods = {"forward": "forward_one_chunk", "backward": "backward_one_chunk"}
+    with ExitStack() as stack:
+        for kind, method in methods.items():
+            original = getattr(PipelineStage, method)
+            stack.enter_context(mock.patch.object(PipelineStage, method, record(kind, original)))
+        yield events
+
+
+def count_max_in_flight(events: list[str]) -> int:
+    """Return the largest number of forward passes whose backward passes have not yet run."""
+    maximum = 0
+    in_flight = 0
+    for kind in events:
+        in_flight += 1 if kind == "forward" else -1
+        maximum = max(maximum, in_flight)
+    return maximum
+
+
+def compute_expected_in_flight(split: str, rank: int, ranks: int, microbatches: int) -> int | None:
+    """Return the expected `count_max_in_flight` of a rank; None for a split without pipeline.
+
+    GPipe: Huang et al. 2019, section 2.3. 1F1B: Narayanan et al. 2021, section 2.2.1.
+    """
+    if split == "pipeline (GPipe)":
+        return microbatches
+    if split == "pipeline (1F1B)":
+        return min(microbatches, ranks - rank)
+    return None

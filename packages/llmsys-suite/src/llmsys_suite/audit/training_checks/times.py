@@ -186,7 +186,9 @@ def check_phases(record: Record) -> Iterator[Check]:
         where = f"{name} rank {rank} step {step}"
         inside = parts[name, rank, step]
         recorded = {s["phase"] for s in inside}
-        missing += [f"{where}: {phase}" for phase in _get_required_phases(name) - recorded]
+        # The parameter server updates the parameters, so its workers have no optimizer phase.
+        required = {"forward", "backward", "communication" if name == SERVER else "optimizer"}
+        missing += [f"{where}: {phase}" for phase in required - recorded]
         sums.append((sum(s["seconds"] for s in inside) / seconds, where))
     yield Sources("samples", "the phases of a step").check_none("phases of every step", missing)
     total = Sources("the sum of the phases over the step", "the step")
@@ -200,10 +202,3 @@ def check_phases(record: Record) -> Iterator[Check]:
     yield Sources("summary", "samples").check_all_equal(
         "reported shares of phases", fractions, 1e-9
     )
-
-
-def _get_required_phases(variant: str) -> set[str]:
-    """Return the phases that every step of a variant has."""
-    # The parameter server updates the parameters, so its workers have no optimizer phase.
-    last = "communication" if variant == SERVER else "optimizer"
-    return {"forward", "backward", last}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.training_checks.record import Record
-from llmsys_suite.config import RunConfig, get_size
+from llmsys_suite.config import get_size
 from llmsys_suite.measure.samples import PEER, SERVER, SINGLE
 
 SHARED_MEMORY = "ddp shared memory"
@@ -43,13 +43,16 @@ def check_sockets(record: Record) -> Iterator[Check]:
     # A ring forwards each tensor once per other rank.
     tensors = record.evidence["model_counts"]["tensors"]
     header_bytes = HEADER_BYTES * tensors * max(1, record.config.world - 1)
+    # The cosines and sines of rotary positions are the model's only buffer.
+    size = get_size(record.config.size)
+    buffer_bytes = 4 * record.config.context * (size.d_model // size.num_heads)
     kernel = Sources("the kernel's sockets", "the variant's formula")
     reported = []
     for row in record.train.rows:
         received = _compute_received_bytes(record, row["variant"])
         reported.append((received, row.get("wire_bytes", math.nan), row["variant"]))
         low, high = _compute_expected_bytes(record, row["variant"])
-        high += BROADCASTS.get(row["variant"], 0) * _count_buffer_bytes(record.config)
+        high += BROADCASTS.get(row["variant"], 0) * buffer_bytes
         if not record.config.warmup:
             # In its first step, zero's FSDP exchanges more bytes to verify the optimizer.
             high += record.plan.gradient_bytes
@@ -62,12 +65,6 @@ def check_sockets(record: Record) -> Iterator[Check]:
         )
     summary = Sources("summary", "the samples")
     yield summary.check_all_equal("reported bytes received per step", reported, 1e-9)
-
-
-def _count_buffer_bytes(config: RunConfig) -> int:
-    """Return the bytes of the cosines and sines of rotary positions, the model's only buffer."""
-    size = get_size(config.size)
-    return 4 * config.context * (size.d_model // size.num_heads)
 
 
 def _compute_received_bytes(record: Record, variant: str) -> float:
