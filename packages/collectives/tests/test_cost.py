@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 from collectives.choice.cost import CostModel, Sample, count_terms, list_candidates
-from collectives.choice.tuning import _is_close
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 PRICES = CostModel(2e-4, 1e-9, 2e-10, 4e-5)
@@ -124,13 +123,6 @@ def test_gloo_is_replaced_only_by_winners_of_three_in_four_rounds():
     mixed = tuned((0.5, 1), (0.5, 0.5))
     assert picks(mixed, *sizes, 1 << 15) == ["gloo", "ring", "gloo"]
     assert picks(mixed, *sizes, native=False) == ["tree", "tree"]
-
-
-def test_close_case_is_measured_for_longer():
-    # The seconds of another algorithm and of gloo's own, by round.
-    assert _is_close([[1.0, 2.0], [1.0, 2.0], [3.0, 2.0]])
-    assert not _is_close([[1.0, 2.0]] * 20)
-    assert not _is_close([[3.0, 2.0]] * 20)
 
 
 def test_unknown_algorithm_and_empty_samples_are_refused():

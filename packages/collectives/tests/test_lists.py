@@ -567,7 +567,7 @@ def with_default_device():
     collectives.all_to_all_single(output, output.clone(), [4] * world, [4] * world)
     collectives.reduce_scatter_tensor(local, output)
     shared = collectives.shared_empty(3, dtype=torch.float32)
-    with collectives.checked(nan=True):
+    with collectives.checked():
         collectives.all_reduce(local)
         collectives.all_reduce(shared.fill_(1.0), algorithm="ring")
     return local.tolist() + shared.tolist()

@@ -1,6 +1,5 @@
 """A group whose set-up fails releases its resources, and the next group can use the same store."""
 
-import fcntl
 import mmap
 import os
 import threading
@@ -18,6 +17,7 @@ from collectives.shared_memory.segment import HEADER_BYTES
 from collectives.store import create_fresh_store
 
 WORLD = 3
+HAS_ENGINE = not engine.explain_refusal()
 #: A number that no process can have.
 MISSING_PROCESS = 1 << 22
 STORES = {
@@ -87,21 +87,25 @@ def test_failed_set_up_closes_its_segment():
 def test_arena_whose_peer_has_ended_names_it_in_the_first_call():
     mappings = [mmap.mmap(-1, HEADER_BYTES + ARENA_BYTES) for _ in range(3)]
     processes = [os.getpid(), os.getppid(), MISSING_PROCESS]
-    arena = Arena(mappings, processes, 0, group_ranks=range(3), timeout=60.0)
+    arena = Arena(mappings, processes, 0, group_ranks=range(3), timeout=60.0, has_engine=False)
     with pytest.raises(collectives.RankLost, match=r"rank 2 \(process \d+\) died"):
         arena.sync()
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_rank_that_fails_does_not_fail_slower_ranks_at_ticks_that_it_has_completed(
-    compiled, monkeypatch
-):
-    if not compiled:
-        monkeypatch.setattr(engine, "get_library", lambda: None)
+@pytest.mark.parametrize("has_engine", [HAS_ENGINE, False])
+def test_rank_that_fails_does_not_fail_slower_ranks_at_ticks_that_it_has_completed(has_engine):
     ranks = (4, 5, 6)
     mappings = [mmap.mmap(-1, HEADER_BYTES + ARENA_BYTES) for _ in ranks]
     fast, leaving, slow = (
-        Arena(mappings, [os.getpid()] * 3, i, group_ranks=ranks, timeout=20.0) for i in range(3)
+        Arena(
+            mappings,
+            [os.getpid()] * 3,
+            i,
+            group_ranks=ranks,
+            timeout=20.0,
+            has_engine=has_engine,
+        )
+        for i in range(3)
     )
     with ThreadPoolExecutor() as pool:
         # The tick of the slow rank is visible, but that rank has not completed its wait yet.
@@ -119,16 +123,15 @@ def test_rank_that_fails_does_not_fail_slower_ranks_at_ticks_that_it_has_complet
     assert caught.value.ranks == (5,)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_rank_that_leaves_during_a_check_of_the_peers_is_not_blamed(compiled, monkeypatch):
+@pytest.mark.parametrize("has_engine", [HAS_ENGINE, False])
+def test_rank_that_leaves_during_a_check_of_the_peers_is_not_blamed(has_engine):
     # At the timeout, all survivors leave at about the same time, and each of them lowers its clock.
     # A lower clock alone must not count as a call that was not made.
-    if not compiled:
-        monkeypatch.setattr(engine, "get_library", lambda: None)
     ranks = (4, 5, 6)
     mappings = [mmap.mmap(-1, HEADER_BYTES + ARENA_BYTES) for _ in ranks]
     waiting, leaving = (
-        Arena(mappings, [os.getpid()] * 3, i, group_ranks=ranks, timeout=0.0) for i in range(2)
+        Arena(mappings, [os.getpid()] * 3, i, group_ranks=ranks, timeout=0.0, has_engine=has_engine)
+        for i in range(2)
     )
     leaving._clocks[1][0] = 1
 
@@ -147,7 +150,8 @@ def test_rank_that_leaves_during_a_check_of_the_peers_is_not_blamed(compiled, mo
 def test_threads_that_leave_together_do_not_mix_their_ranks():
     mappings = [mmap.mmap(-1, HEADER_BYTES + ARENA_BYTES) for _ in range(3)]
     leaving, other = (
-        Arena(mappings, [os.getpid()] * 3, i, group_ranks=range(3), timeout=1.0) for i in range(2)
+        Arena(mappings, [os.getpid()] * 3, i, group_ranks=range(3), timeout=1.0, has_engine=False)
+        for i in range(2)
     )
     memory = leaving._blamed[0]
     second = threading.Thread(target=leaving.leave, args=[[0]])
@@ -163,15 +167,3 @@ def test_threads_that_leave_together_do_not_mix_their_ranks():
     leaving.leave([1, 2])
     second.join()
     assert other._read_blamed_ranks(0) == [1, 2]
-
-
-def test_engine_is_compiled_although_another_process_keeps_the_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine, "MAX_LOCK_SECONDS", 0.1)
-    compiler = tmp_path / "cc"
-    # The command is: cc FLAGS -o OUTPUT SOURCE.
-    compiler.write_text(f"#!/bin/sh\nshift {len(engine.FLAGS) + 1}\ntouch $1\n")
-    compiler.chmod(0o700)
-    with (tmp_path / "engine.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        engine._compile(str(compiler), tmp_path / "engine.so")
-    assert (tmp_path / "engine.so").exists()

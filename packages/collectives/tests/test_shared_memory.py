@@ -21,7 +21,7 @@ from collectives.algorithms import dispatch
 from collectives.choice.cost import list_candidates
 from collectives.choice.topology import group_by_host
 from collectives.groups import get_communicator
-from collectives.shared_memory import arena, engine, segment
+from collectives.shared_memory import arena, segment
 from collectives.shared_memory.arena import ARENA_BYTES, CHUNK_BYTES, ONE_SHOT_BYTES
 from worker_pool import run_on_shared_ranks, run_ranks, try_ranks
 
@@ -234,10 +234,9 @@ class Clock:
 
 def test_late_rank_gives_a_lost_rank_no_more_time(monkeypatch):
     """Without the engine, wait for rank 1, which is late, and then for rank 2, which is lost."""
-    monkeypatch.setattr(engine, "get_library", lambda: None)
     mappings = [mmap.mmap(-1, segment.HEADER_BYTES + ARENA_BYTES) for _ in range(3)]
     pids = [os.getpid()] * 3
-    ours = arena.Arena(mappings, pids, 0, group_ranks=[0, 1, 2], timeout=1.0)
+    ours = arena.Arena(mappings, pids, 0, group_ranks=[0, 1, 2], timeout=1.0, has_engine=False)
 
     def tick_late(now):
         ours._clocks[1][0] = int(now > 0.9)

@@ -1,7 +1,7 @@
 import interp.circuits.composition
 import pytest
 import torch
-from interp import LowRank, composition_scores
+from interp import AttentionOnly, LowRank, composition_scores
 
 
 def circuits(layers: int, heads: int, d: int, rank: int, seed: int) -> tuple[LowRank, LowRank]:
@@ -40,6 +40,14 @@ def test_unrelated_circuits_score_chance_and_disjoint_circuits_score_zero() -> N
     a[..., :2, :] = torch.eye(2, dtype=torch.float64)
     blind = LowRank(a, a.mT.roll(3, -1))
     assert composition_scores(blind, kind="v").abs().max() == 0
+
+
+@pytest.mark.parametrize("name", ["ov", "qk"])
+def test_methods_of_a_decoder_are_refused_as_circuits(name: str) -> None:
+    decoder = AttentionOnly(vocabulary=5, context=4, d_model=8, layers=2, heads=2)
+    circuits = {"ov": decoder.ov(), "qk": decoder.qk()} | {name: getattr(decoder, name)}
+    with pytest.raises(TypeError, match=rf"a LowRank as {name}, got a method; pass decoder"):
+        composition_scores(**circuits, kind="k")
 
 
 @pytest.mark.parametrize("size", [1e-12, 1e12])

@@ -463,6 +463,20 @@ def test_warnings_of_the_model_reach_the_caller() -> None:
         describe(model, context=CONTEXT)
 
 
+def test_hooks_that_change_the_logits_are_named() -> None:
+    model = model_of()
+    model.blocks[1].mlp["up"].register_forward_hook(lambda _module, _args, output: 1.1 * output)
+    with pytest.raises(ValueError, match=r"most 5e-05; remove the hooks of blocks\.1\.mlp\.up; if"):
+        describe(model, context=CONTEXT)
+
+
+def test_the_number_of_heads_may_be_passed() -> None:
+    model = model_of()
+    for block in model.blocks:
+        del block.attn.num_heads
+    assert_equal_with_sharp_weights(describe(model, context=CONTEXT, heads=HEADS), model)
+
+
 @pytest.mark.parametrize("shared", ["layer", "mlp", "weight"])
 def test_layers_that_share_modules_or_weights_are_described_and_kept(shared: str) -> None:
     model = family("LlamaForCausalLM", num_hidden_layers=4)

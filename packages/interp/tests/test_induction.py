@@ -136,4 +136,5 @@ def test_a_trained_model_grows_the_circuit_and_needs_it() -> None:
 def test_training_is_reproducible_and_leaves_the_global_seed_alone() -> None:
     before = torch.random.get_rng_state()
     assert train_induction(steps=3)[1] == train_induction(steps=3)[1]
+    induction_circuit()
     assert torch.equal(torch.random.get_rng_state(), before)

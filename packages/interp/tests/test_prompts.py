@@ -454,7 +454,7 @@ def test_example_of_texts_in_the_readme_runs(
     }  # fmt: skip
     exec(snippet, names)
     assert (tmp_path / "heads.html").is_file()
-    assert names["effects"].values.shape == (2, 6)
+    assert names["result"].values.shape == (2, 6)
 
 
 def test_texts_without_a_tokenizer_are_refused(tmp_path: Path) -> None:

@@ -590,6 +590,19 @@ def test_unsupported_names_and_arguments_are_refused(
 
 
 @torch.no_grad()
+def test_the_model_is_converted_and_set_to_evaluation_mode() -> None:
+    """Notebooks call `model.eval()` and `model.to(device)` on the result of `from_pretrained`."""
+    model = random_model(heads=3)
+    expected = model(TOKENS)
+    model.decoder.train()
+    assert model.eval().to(torch.float32) is model
+    assert not model.decoder.training
+    assert model(TOKENS).dtype == model.cfg.dtype == torch.float32
+    torch.testing.assert_close(model(TOKENS).double(), expected, rtol=1e-4, atol=1e-4)
+    assert model.to("meta").to_tokens("ab").device == model.cfg.device == torch.device("meta")
+
+
+@torch.no_grad()
 def test_weights_are_changed_in_place_and_not_replaced(model: HookedDecoder) -> None:
     """A new tensor would have no effect on the decoder."""
     expected = model(TOKENS)

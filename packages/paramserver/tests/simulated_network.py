@@ -16,9 +16,8 @@ from functools import partial
 import torch
 from paramserver.partition import partition
 from paramserver.protocol.core import Core
-from paramserver.protocol.log import Accept, Join, Leave, Read, Start, Write
+from paramserver.protocol.log import Accept, Join, Leave, Read, Replayed, Staged, Start, Write
 from paramserver.protocol.messages import Kind, Message, PeerLost, build_failure, raise_failure
-from paramserver.protocol.records import Replayed, Staged
 from paramserver.protocol.replica import Replica, format_layout
 from paramserver.protocol.session import Session
 
@@ -331,7 +330,7 @@ class SimulatedWorker:
         if self.state != "running" or life != self.life or self.done or not self.open:
             return
         for server, (name, message) in self.open.items():
-            data = self.gradient(server) if message.kind in (Kind.STAGE, Kind.PUSH) else None
+            data = self.gradient(server) if message.kind is Kind.STAGE else None
             host = self.world.servers[server]
             sized = replace(message, size=0 if data is None else len(data))
             text = Message.from_text(sized.to_text())

@@ -89,7 +89,7 @@ def test_push_with_a_lost_chunk_is_applied_once_when_it_is_repeated(server):
     peer.connect(server.address)
 
     def send(number, message, without=()):
-        for start, stop in iter_chunk_bounds(len(gradient) if message.kind is Kind.PUSH else 0):
+        for start, stop in iter_chunk_bounds(len(gradient) if message.kind is Kind.STAGE else 0):
             if start // 2**14 not in without:
                 fields = message.to_fields() if start == 0 else ()
                 head = json.dumps([0, 1, number, start, *fields]).encode()
@@ -104,21 +104,23 @@ def test_push_with_a_lost_chunk_is_applied_once_when_it_is_repeated(server):
     layout = server.core.replica.layout
     send(1, Message(Kind.JOIN, clock=1, text=layout))
     assert answer()[1].epoch == 1
-    push = Message(Kind.PUSH, epoch=1, size=len(gradient))
+    push = Message(Kind.STAGE, epoch=1, size=len(gradient))
     send(2, push, without={7})
     send(2, push, without={3, 40})
-    send(1, Message(Kind.PULL), without={0})
+    send(1, Message(Kind.READ), without={0})
     assert not peer.poll(300)
     send(2, push)
-    assert answer() == (2, Message(Kind.OK, number=1))
+    assert answer() == (2, Message(Kind.OK))
     send(2, push)  # its answer is lost
-    assert answer() == (2, Message(Kind.OK, number=1))
-    send(3, Message(Kind.PUSH, epoch=1, clock=1, size=10**9))
+    assert answer() == (2, Message(Kind.OK))
+    send(3, Message(Kind.COMMIT, epoch=1))
+    assert answer() == (3, Message(Kind.OK, number=1))
+    send(4, Message(Kind.STAGE, epoch=1, clock=1, size=10**9))
     number, refusal = answer()
-    assert (number, refusal.kind) == (3, Kind.FAILED)
+    assert (number, refusal.kind) == (4, Kind.FAILED)
     assert "worker 0 announced 1000000000" in refusal.text
     for rank in range(1, 50):  # unknown senders get no memory
-        head = [rank, 1, 4, 0, *push.to_fields()]
+        head = [rank, 1, 5, 0, *push.to_fields()]
         peer.send_multipart([json.dumps(head).encode(), b"a chunk"])
         assert f"worker {rank} is unknown: join first" in answer()[1].text
     assert len(server._buffers._free) <= 2

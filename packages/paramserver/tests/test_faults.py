@@ -170,7 +170,7 @@ def test_beat_after_a_failure_does_not_end_the_server():
 
 
 def test_workers_see_a_dead_server():
-    pull = Message(Kind.PULL)
+    pull = Message(Kind.READ)
     ((ours, theirs),) = create_channel_pairs(["worker 0"], "server 7", 64)
     theirs.close()
     with pytest.raises(PeerLost, match=r"server 7 is gone: .*ended"):
@@ -288,7 +288,7 @@ def test_beats_keep_a_slow_worker():
     workers[0].pull()
     push(workers[0])
     now = time.monotonic()
-    pull = Message(Kind.PULL, clock=1, number=2)
+    pull = Message(Kind.READ, clock=1, number=2)
     assert server.core.handle(0, pull, None, now) is None
     for second in range(1, 9):
         server.core.handle(1, Message(Kind.HEARTBEAT), None, now + second)
@@ -301,7 +301,7 @@ def test_beats_of_a_waiting_worker_do_not_excuse_a_silent_one():
     workers[0].pull()
     push(workers[0])
     now = time.monotonic()
-    pull = Message(Kind.PULL, clock=1, number=2)
+    pull = Message(Kind.READ, clock=1, number=2)
     for second in range(7):
         server.core.handle(0, Message(Kind.HEARTBEAT), None, now + second)
         if server.core.handle(0, pull, None, now + second):

@@ -1,6 +1,5 @@
-"""Workers on a GPU copy gradients and parameters through pinned memory."""
+"""Workers on a GPU copy gradients and parameters through the memory of the host."""
 
-import gc
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,54 +14,9 @@ from paramserver import Asynchronous, BulkSynchronous, Integers, LocalSteps, Ser
 from paramserver.local_steps.checkpoint import get_random_states, set_random_states
 from paramserver.parameters import get_trainable_parameters
 from paramserver.partition import partition
-from paramserver.payload import pin
-from paramserver.transport.shared_memory import create_channel_pairs
 from paramserver_training import SGD, assert_equal_parameters, batch, model, train_alone
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
-class FakeRuntime:
-    """A stand-in for CUDA that refuses to lock overlapping ranges."""
-
-    def __init__(self):
-        self.locked = {}
-
-    def cudaHostRegister(self, start, nbytes, flags):
-        stop = start + nbytes
-        if any(start < end and begin < stop for begin, end in self.locked.items()):
-            return 712
-        self.locked[start] = stop
-        return 0
-
-    def cudaHostUnregister(self, start):
-        del self.locked[start]
-
-
-@pytest.fixture
-def runtime(monkeypatch):
-    def check_error(code):
-        assert code == 0
-
-    fake = FakeRuntime()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
-    monkeypatch.setattr(torch.cuda, "check_error", check_error)
-    return fake
-
-
-def test_memory_is_locked_once_and_until_it_is_freed(runtime):
-    for _ in range(3):  # a later allocation may reuse the address of a locked one
-        ((ours, theirs),) = create_channel_pairs(["worker 0"], "server 0", 100)
-        pin([ours.parameters, ours.gradients])  # two halves of one memory
-        assert len(runtime.locked) == 1
-        server = Server(get_trainable_parameters(model()), SGD, workers=1).connect(0)
-        pin([server.parameters, server.gradients])
-        assert len(runtime.locked) == 3
-        for end in (ours, theirs):
-            end.close()
-        del ours, theirs, server
-        gc.collect()
-        assert runtime.locked == {}
 
 
 def test_a_checkpoint_contains_the_random_numbers_of_each_gpu(monkeypatch):

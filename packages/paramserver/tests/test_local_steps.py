@@ -539,7 +539,7 @@ class SlowConnection(LocalConnection):
     fails = False
 
     def request(self, message, written=()):
-        if message.kind is Kind.PUSH:
+        if message.kind is Kind.STAGE:
             time.sleep(0.1)
             if self.fails:
                 raise ConnectionError("the push is lost")
@@ -592,7 +592,7 @@ class RecordingChannel:
 def test_an_abort_is_not_sent_within_a_push_of_another_thread():
     channel = RecordingChannel()
     connection = RemoteConnection(channel, 1.0)
-    push = threading.Thread(target=connection.request, args=(Message(Kind.PUSH, size=2),))
+    push = threading.Thread(target=connection.request, args=(Message(Kind.STAGE, size=2),))
     push.start()
     assert channel.is_pushing.wait(10)
     abort = threading.Thread(target=connection.abort, args=("seven",))
@@ -601,4 +601,4 @@ def test_an_abort_is_not_sent_within_a_push_of_another_thread():
     channel.may_push.set()
     push.join()
     abort.join()
-    assert channel.sent == [Kind.PUSH, "gradients", Kind.ABORT]
+    assert channel.sent == [Kind.STAGE, "gradients", Kind.ABORT]

@@ -336,7 +336,6 @@ def groups_by_dimension(parameters):
             {},
             r"expected `groups` to return options for some parameter, got none for any of 0\.wei",
         ),
-        (OptimizerSpec(MOMENTUM, lr_scheduler.ReduceLROnPlateau), {}, "ReduceLROnPlateau"),
         (
             OptimizerSpec(MOMENTUM, lambda _: lr_scheduler.StepLR(MOMENTUM([torch.ones(1)]), 1)),
             {},

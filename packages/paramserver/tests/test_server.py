@@ -23,6 +23,7 @@ from paramserver import (
     Integers,
     LocalSteps,
     OptimizerSpec,
+    PeerLost,
     Server,
     StaleSynchronous,
     Worker,
@@ -452,34 +453,29 @@ def test_a_change_during_a_message_to_a_waiting_worker_ends_the_wait(monkeypatch
 
     monkeypatch.setattr(server._core_changed, "wait", lambda s: events.append("wait") or wait(s))
     (request,) = next(first._exchange.session.pull())
-    assert server.request(0, request.message, keep_alive=keep_alive).number == 1
+    assert server.request(0, request.message, keep_alive=keep_alive).position == 0
+    assert server.version == 1
     assert events[-1] == "push"
 
 
-@pytest.mark.parametrize("option", ["differentiable", "capturable"])
-def test_options_with_which_every_step_fails_are_refused_before_training(option):
-    optimizer = partial(torch.optim.Adam, **{option: True})
-    with pytest.raises(ValueError, match=f"expected Adam with {option}=False, .* omit the option"):
-        Server({"weight": torch.zeros(4)}, optimizer, workers=1)
-
-
-def test_parameters_without_names_are_refused():
-    parameters = nn.Linear(2, 2).named_parameters()
-    for received in (list(parameters), parameters):
-        message = r"expected parameters by name, such as dict\(module.named_parameters\(\)\), got a"
-        with pytest.raises(TypeError, match=message):
-            Server(received, partial(torch.optim.SGD, lr=0.1), workers=1)
-        with pytest.raises(TypeError, match=message):
-            partition(received, 1)
-
-
-def test_optimizer_that_needs_a_closure_is_refused_before_training():
-    message = "needs no arguments, got LBFGS, which needs closure"
-    with pytest.raises(ValueError, match=message):
-        Server(get_trainable_parameters(model()), torch.optim.LBFGS, workers=1)
-    server = Server(get_trainable_parameters(model()), SGD, LocalSteps(2), workers=1)
-    with pytest.raises(ValueError, match=message):
-        Worker(model(), server, optimizer=torch.optim.LBFGS)
+@pytest.mark.parametrize(
+    ("optimizer", "error"),
+    [
+        (partial(torch.optim.Adam, capturable=True), "capturable=True"),
+        (torch.optim.LBFGS, "'closure'"),
+        (partial(torch.optim.SparseAdam, lr=0.1), "does not support dense gradients"),
+        (OptimizerSpec(SGD, torch.optim.lr_scheduler.ReduceLROnPlateau), "'metrics'"),
+    ],
+)
+def test_optimizer_whose_step_fails_ends_training_with_the_error_of_torch(optimizer, error):
+    module = model()
+    server = Server(get_trainable_parameters(module), optimizer, workers=1)
+    worker = Worker(module, server)
+    worker.pull()
+    with pytest.raises(Exception, match=error):
+        worker.push()
+    with pytest.raises(PeerLost, match=f"the server is lost: .*{error}"):
+        worker.pull()
 
 
 @pytest.mark.parametrize("servers", [1, 2])

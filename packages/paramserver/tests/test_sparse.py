@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from paramserver import LocalSteps, Server, Worker, partition
+from paramserver import Server, Worker, partition
 from torch import nn
 
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -34,10 +34,3 @@ def test_sparse_gradients_train_like_dense_ones(servers):
         optimizer.step()
     group[0].pull()
     torch.testing.assert_close(group[0].module.weight, alone.weight)
-
-
-@pytest.mark.parametrize("policy", [None, LocalSteps(2, partial(torch.optim.SparseAdam, lr=0.1))])
-def test_sparse_adam_on_a_server_is_refused(policy):
-    optimizer = partial(torch.optim.SparseAdam, lr=0.1)
-    with pytest.raises(ValueError, match="expected an optimizer of dense gradients"):
-        Server(dict(embedding(sparse=True).named_parameters()), optimizer, policy, workers=1)

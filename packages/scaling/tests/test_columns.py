@@ -125,35 +125,14 @@ def test_refused_logarithms_are_named_with_their_conversion(name, remedy):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("log_perplexity", "eval/log_perplexity", "val_log_ppl", "logppl", "ln(ppl)"),
-        *("log_loss", "val_logLoss", "train_log_loss", "wandb_log_loss"),
-    ],
+    "name", ["log_perplexity", "val_log_ppl", "logppl", "ln(ppl)", "log_loss", "val_logLoss"]
 )
-def test_log_perplexity_and_log_loss_above_any_logarithm_are_read_in_nats(name):
-    runs = load_runs({"N": N, "D": D, name: LOSS + 1})
-    np.testing.assert_array_equal(runs.loss, LOSS + 1)
-    assert "(nats" in runs.explanation or "(training nats" in runs.explanation
-    for other in ("loss", "train_loss"):
-        runs = load_runs({"N": N, "D": D, name: np.log(LOSS), other: LOSS})
-        np.testing.assert_array_equal(runs.loss, LOSS)
-    np.testing.assert_allclose(
-        load_runs({"N": N, "D": D, name: LOSS / np.log(10), "ppl": np.exp(LOSS)}).loss, LOSS
-    )
-
-
-@pytest.mark.parametrize("losses", [np.log(LOSS), LOSS / 2])
-def test_log_loss_that_may_be_a_logarithm_is_refused_until_it_is_confirmed(losses):
-    table = {"N": N, "D": D, "log_loss": losses}
-    with pytest.raises(
-        ValueError, match=r"may be the cross-entropy or the logarithm .*base \*\* 'log"
-    ):
+def test_log_perplexity_and_log_loss_are_not_read_until_they_are_named(name):
+    table = {"N": N, "D": D, name: LOSS + 1}
+    with pytest.raises(ValueError, match=r"name another column with columns={'loss': '…'}"):
         load_runs(table)
-    confirmed = load_runs(table, columns={"loss": "log_loss"})
-    np.testing.assert_array_equal(confirmed.loss, losses)
-    for name in ("log_perplexity_per_word", "byte_log_loss", "baseline_log_ppl", "log10_ppl"):
-        assert recognize(name, "loss") is None
+    np.testing.assert_array_equal(load_runs(table, columns={"loss": name}).loss, LOSS + 1)
+    np.testing.assert_array_equal(load_runs(table | {"loss": LOSS}).loss, LOSS)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +300,7 @@ def test_table_without_finished_runs_is_refused_with_the_reason():
 def test_column_in_another_unit_is_refused_unless_its_unit_is_passed(column, other, factor):
     columns = {"N": N, "D": D, "C": C}
     table = {column: columns[column] * factor, other: columns[other], "loss": LOSS}
-    named = rf"'{column}'.*(unit|scale)"
+    named = rf"'{column}'.*units="
     with pytest.raises(ValueError, match=named):
         load_runs(table)
     ours = {"N": "parameters", "D": "tokens", "C": "compute"}
@@ -338,11 +317,11 @@ def test_row_in_another_unit_is_refused_with_its_cell(column, factor):
     table["D"] = table["N"] * np.tile([10, 20, 40], 4)
     assert len(load_runs(table)) == 12
     table[column][7] *= factor
-    with pytest.raises(ValueError, match=rf"row 8.*'{column}'|'{column}' is .* in row 8"):
+    with pytest.raises(ValueError, match=rf"'{column}' is .* in row 8"):
         load_runs(table)
     few = {k: v[6:9] for k, v in table.items()}
     if factor < 1e3:
-        with pytest.raises(ValueError, match=rf"'{column}' is .* in row 2|row 2 .*'{column}' is"):
+        with pytest.raises(ValueError, match=rf"'{column}' is .* in row 2"):
             load_runs(few)
     named = {"N (M)": table["N"] / 1e6, "D (B)": table["D"] / 1e9, "loss": LOSS[:12]}
     with pytest.raises(ValueError, match="row 8"):
@@ -378,14 +357,14 @@ def test_paths_with_numbers_are_not_functions(column):
 
 
 def test_both_columns_in_millions_are_refused():
-    with pytest.raises(ValueError, match="is it in thousands or millions"):
+    with pytest.raises(ValueError, match="most runs are below"):
         load_runs({"N": N * 1e-5 + 1000, "D": D * 1e-5 + 1000, "loss": LOSS})
 
 
 def test_numbers_out_of_the_usual_range_can_be_confirmed():
     """A unit of one confirms an unusual number of tokens per parameter."""
     table = {"N": [1e8, 2e8, 4e8], "D": [3e12, 3e12, 4e12], "loss": [2.9, 2.8, 2.7]}
-    with pytest.raises(ValueError, match="not on one scale"):
+    with pytest.raises(ValueError, match=r"outside 0\.1 to 2000"):
         load_runs(table)
     assert load_runs(table, units={"parameters": 1, "tokens": 1}).tokens[0] == 3e12
     named = {"params (M)": [100, 200, 400], "tokens_T": [3, 3, 4], "loss": table["loss"]}

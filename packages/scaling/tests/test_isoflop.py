@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling import Law, Runs, ScalingWarning, fit_isoflop, isoflop_runs, load_runs
-from scaling.bench import fit_shortcut
 from scaling.synthetic import BUDGETS, CHINCHILLA
+from shortcuts import fit_shortcut
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:at 1e.24 FLOPs the best size, .* is far from any run"

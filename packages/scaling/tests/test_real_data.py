@@ -18,9 +18,9 @@ from scaling import (
     fit_parametric,
     load_runs,
 )
-from scaling.bench import fit_shortcut
 from scaling.fit import newton
 from scaling.fit.varpro import Problem
+from shortcuts import fit_shortcut
 
 FOLDER = Path(os.environ.get("SCALING_DATA", ""))
 pytestmark = pytest.mark.skipif(

@@ -7,6 +7,7 @@ import torch
 from tinyml import gptq, size_of
 from tinyml.calibration.replay import visit_layers
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 
 def by_definition(model, batches, layers, change):
@@ -445,9 +446,12 @@ def test_calibration_leaves_the_buffers_as_they_were():
     assert torch.equal(result[1].linear.weight, joined[1].linear.weight)
 
 
-def test_a_list_of_tensors_as_a_batch_is_refused():
-    with pytest.raises(TypeError, match="got a list; a batch is the single argument"):
-        gptq(nn.Sequential(nn.Linear(16, 4)), [[torch.randn(8, 16), torch.zeros(8)]])
+def test_a_batch_may_be_a_list_of_one_tensor_but_not_of_several():
+    model, batches = nn.Sequential(nn.Linear(16, 4)), torch.randn(2, 8, 16)
+    result = gptq(model, DataLoader(TensorDataset(batches.flatten(0, 1)), batch_size=8))
+    assert torch.equal(result[0].weight, gptq(model, list(batches))[0].weight)
+    with pytest.raises(TypeError, match=r"got a list; a batch is .* pass the inputs only"):
+        gptq(model, [[batches[0], torch.zeros(8)]])
 
 
 def test_gptq_runs_in_inference_mode():

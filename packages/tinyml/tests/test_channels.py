@@ -195,11 +195,13 @@ def test_it_equals_the_dense_model_with_readers_at_zero(sparsity):
 
 
 def test_sorting_channels_changes_nothing():
-    model = network()
-    ordered = sort_channels(model, X)
-    with torch.no_grad():
-        torch.testing.assert_close(ordered(X), model(X), rtol=1e-10, atol=1e-10)
-    assert not torch.equal(ordered.stem.weight, model.stem.weight)
+    # Six images of 7 x 6 pixels are seven rows of 288 numbers, which mix the channels.
+    flat = By(lambda s, x: s.b(s.stem(x).view(-1, 288)), stem=conv(3, 8, 3), b=linear(288, 2))
+    for model, inputs in ((network(), X), (flat, torch.randn(6, 3, 6, 6).double())):
+        ordered = sort_channels(model, inputs)
+        with torch.no_grad():
+            torch.testing.assert_close(ordered(inputs), model(inputs), rtol=1e-10, atol=1e-10)
+        assert not torch.equal(ordered.stem.weight, model.stem.weight)
 
 
 def test_sorted_channels_are_removed_from_the_end():
@@ -255,6 +257,12 @@ def dense(s, x):
     return s.c(torch.cat([x, y, nn.functional.relu6(s.b(y))], dim=1))
 
 
+def attention(s, x):
+    x = s.a(x.flatten(2).mT)
+    x = x + s.attention(x, x, x, need_weights=False)[0]
+    return s.d(x + s.c(torch.relu(s.b(x))))
+
+
 # The number of removable units of each graph, and the graph.
 GRAPHS = {
     "concatenation": (14, By(dense, a=conv(3, 8, 3), b=conv(8, 6, 3), c=conv(17, 4, 3))),
@@ -294,6 +302,13 @@ GRAPHS = {
     ),
     "flattened": (
         8, By(lambda s, x: s.b(s.a(x).view(x.shape[0], -1)), a=conv(3, 8, 3), b=linear(288, 2))
+    ),
+    "attention without a norm": (  # the module checks the width of its queries
+        6,
+        By(
+            attention, a=linear(3, 8), b=linear(8, 6), c=linear(6, 8), d=linear(8, 2),
+            attention=nn.MultiheadAttention(8, 2, batch_first=True).double(),
+        ),
     ),
 }  # fmt: skip
 

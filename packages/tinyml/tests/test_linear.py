@@ -322,6 +322,8 @@ def test_matrices_that_are_not_weights_of_layers_are_named(compress):
     normalized = torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
     with pytest.warns(UserWarning, match=r"2 in total: 1.*original0, 1.*original1;"):
         compress(nn.Sequential(nn.Linear(8, 16), normalized), [])
+    with pytest.raises(ValueError, match="got none; other code computes the weight of the model"):
+        compress(normalized, [])
 
 
 @pytest.mark.filterwarnings("ignore:matrices that are not:UserWarning")

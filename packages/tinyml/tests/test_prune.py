@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinyml import convert, gptq, kmeans_quantize, prepare_qat, prune, quantize
+from tinyml import Masks, convert, gptq, kmeans_quantize, prepare_qat, prune, quantize
 from tinyml.pruning.magnitude import mask_smallest
 from torch import nn
 
@@ -38,11 +38,12 @@ def test_a_5x5_matrix_by_hand():
     assert torch.equal(model.weight, weight)  # the original is as it was
 
 
-def test_masks_hold_through_fine_tuning():
+def test_masks_hold_through_fine_tuning(tmp_path):
     model, masks = prune(mlp(), {"0": 0.75})
     assert set(masks) == {"0.weight"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    masks.keep(model, optimizer)
+    torch.save(dict(masks), tmp_path / "masks.pt")
+    Masks(torch.load(tmp_path / "masks.pt")).keep(model, optimizer)
     before = model[0].weight.clone()
     for _ in range(3):
         model(torch.randn(6, 12)).square().mean().backward()

@@ -50,7 +50,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the rows as a table; also write them as JSON if `--json` is passed."""
+    """Print the rows; also write them as JSON if `--json` is passed."""
     parser = argparse.ArgumentParser(prog="python -m accounting.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="time 5 instead of 50 calls each")
@@ -59,17 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = bench(device=arguments.device, quick=arguments.quick)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    print(format_table(rows))
-
-
-def format_table(rows: list[Row]) -> str:
-    """Return rows with the same columns as aligned text."""
-    cells = [tuple(rows[0])]
     for row in rows:
-        cells.append(tuple(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
-    return "\n".join(lines)
+        print(", ".join(f"{key} {value}" for key, value in row.items()))
 
 
 if __name__ == "__main__":

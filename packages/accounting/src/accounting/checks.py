@@ -26,15 +26,14 @@ class Rule(NamedTuple):
     limit: Any
 
 
-def validate(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def validate(**limits: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that checks the arguments of each call against the declared types.
 
     `limits` maps an argument to its smallest value (for a float, only 0) or to a tuple of its
     allowed values. Without a limit, an integer must be at least 1, or at least 0 if its default is
     0. A float must be finite and greater than 0, or at least 0 if its default is 0. A bool must be
     True or False, and a `Literal` must be one of its values. Integers of other libraries become
-    Python integers. `forwarded` lists the keywords that `**kwargs` accepts. Any other keyword
-    raises a `TypeError` that lists the known names.
+    Python integers. Keywords that `**kwargs` accepts are not checked.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -42,7 +41,6 @@ def validate(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Calla
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-            _refuse_unknown("argument", kwargs, (*rules, *forwarded))
             named = zip(order, args, strict=False)
             positional = [_check_value(name, value, rules[name]) for name, value in named]
             keywords: dict[str, Any] = dict(kwargs)
@@ -73,34 +71,6 @@ def _collect_rules(
         if parameter.kind is not parameter.KEYWORD_ONLY:
             order.append(parameter.name)
     return rules, order
-
-
-def _refuse_unknown(what: str, names: Iterable[str], known: Iterable[str]) -> None:
-    known = tuple(known)
-    for name in names:
-        if name not in known:
-            raise TypeError(f"expected one of the {what}s {', '.join(known)}, got {name!r}")
-
-
-def refuse_unknown_fields(kind: type[R]) -> type[R]:
-    """Decorate a dataclass so that unknown fields raise `TypeError` with the known names.
-
-    The class may list `derived_sizes`, which it computes if they are not passed. An explicit 0 for
-    such a size raises `ValueError`, except in a model with `heads=0`.
-    """
-    original: Any = kind.__init__
-
-    @wraps(original)
-    def init(self: object, *args: Any, **kwargs: Any) -> None:
-        known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-        _refuse_unknown(f"{kind.__name__} field", kwargs, known)
-        for name in getattr(kind, "derived_sizes", ()):
-            if name in kwargs and kwargs[name] == 0 and kwargs.get("heads") != 0:
-                raise ValueError(f"expected {name} >= 1, got 0; omit it to derive it")
-        original(self, *args, **kwargs)
-
-    kind.__init__ = init  # type: ignore[method-assign]
-    return kind
 
 
 def require_integer(

@@ -97,7 +97,7 @@ def gpu_hours(
     return flops / (flops_per_second * utilization) / 3600.0
 
 
-@checks.validate("flops_per_second", "utilization")
+@checks.validate()
 def training_usd(flops: float, *, usd_per_hour: float = GPU_HOUR_USD, **speed: float) -> float:
     """Return the rental cost in USD of `flops` operations; `speed` has options of `gpu_hours`."""
     return gpu_hours(flops, **speed) * usd_per_hour

@@ -125,7 +125,7 @@ def count_pairs(model: Transformer, seq: int, attention: Attention = "causal") -
     return full_pairs, count_nearest_pairs(size)
 
 
-@checks.validate("hardware", "dtype", "peak_flops")
+@checks.validate()
 def mfu(
     model: Transformer,
     *,

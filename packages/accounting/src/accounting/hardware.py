@@ -20,7 +20,6 @@ from accounting.precision import BYTES
 LEAST_RATE = 1_000_000
 
 
-@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """A connection of a device: bytes per second in one direction, and seconds of latency."""
@@ -33,7 +32,6 @@ class Link:
         checks.convert_fields(self, latency=0)
 
 
-@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """One accelerator as described by its manufacturer."""

@@ -12,7 +12,6 @@ from accounting.model.records import Matrix
 from accounting.model.transformer import DerivedSize, Transformer
 
 
-@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The degrees of parallelism and the options of a training layout.

@@ -24,7 +24,6 @@ def get_itemsize(dtype: str) -> Fraction:
     return BYTES[dtype]
 
 
-@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """A training recipe: the dtypes of model states, activations and matrix products."""

@@ -9,7 +9,6 @@ from accounting.plan import Plan
 from accounting.precision import Precision, get_recipe
 
 
-@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """The work of one training step.
@@ -61,10 +60,6 @@ class Workload:
     def tokens(self, plan: Plan) -> int:
         """Return the number of tokens of a micro-batch on one device."""
         return self.batch // (plan.data * plan.microbatches) * (self.seq // plan.context)
-
-
-#: Names of the fields that functions take as keywords.
-WORKLOAD = tuple(Workload.__dataclass_fields__)
 
 
 def build_workload(work: Workload | None, run: Mapping[str, Any], **defaults: Any) -> Workload:

@@ -98,9 +98,7 @@ def describe_call(
         # A packed call has room for `MAX_DIMS` dimensions only, so a digest is compared.
         shapes = (tuple(shape),)
     digest = digest_shapes(shapes) if shapes else 0
-    return _cached_call(
-        kind, tuple(shape), tensor.dtype, op, root, algorithm, False, coalesced, digest
-    )
+    return _cached_call(kind, tuple(shape), tensor.dtype, op, root, algorithm, coalesced, digest)
 
 
 def get_compared_shape(comm: Communicator, tensor: Tensor) -> tuple[int, ...]:

@@ -63,35 +63,28 @@ def run_coalesced(
         for indices in indices_by_dtype.values()
     ]
 
-    def run_call(packed: bytes) -> None:
+    def run_call() -> None:
         for call, indices in zip(calls, indices_by_dtype.values(), strict=True):
-            _run_packed(
-                comm,
-                call,
-                # The first call also reports a NaN in the inputs of the other dtypes.
-                packed if call is calls[0] else call.packed,
-                [outputs[i] for i in indices],
-                [inputs[i] for i in indices],
-            )
+            _run_packed(comm, call, [outputs[i] for i in indices], [inputs[i] for i in indices])
 
     result = [target for targets in outputs for target in targets]
-    return comm.run(calls[0], inputs, run_call, async_op=async_op, result=result)
+    return comm.run(calls[0], result, run_call, async_op=async_op)
 
 
 def _run_packed(
-    comm: Communicator, call: Call, packed: bytes, outputs: Sequence[Tensors], inputs: Tensors
+    comm: Communicator, call: Call, outputs: Sequence[Tensors], inputs: Tensors
 ) -> None:
-    """Run a coalesced call on inputs of one dtype; `packed` is the fingerprint to compare."""
+    """Run a coalesced call on inputs of one dtype."""
     rows_in, rows_out = _count_rows(call.kind, comm.world_size)
     widths = [tensor.numel() // rows_in for tensor in inputs]
     rows = [flatten(tensor).view(rows_in, -1) for tensor in inputs]
     local = torch.cat(rows, dim=1).view(-1)
     if call.kind == "all_reduce":
         result = local
-        dispatch.run(comm, call, packed, local)
+        dispatch.run(comm, call, local)
     else:
         result = local.new_empty(sum(widths) * rows_out)
-        dispatch.run(comm, call, packed, result, local)
+        dispatch.run(comm, call, result, local)
     blocks = result.view(rows_out, sum(widths)).split(widths, dim=1)
     for targets, block in zip(outputs, blocks, strict=True):
         for target, part in zip(targets, block.tensor_split(len(targets)), strict=True):

@@ -174,14 +174,14 @@ def all_to_all_single(
     # Shapes may differ between ranks. The lengths are compared when the call runs.
     call = describe_call(comm, "all_to_all", input, algorithm, outputs=[output], shape=())
 
-    def run_call(packed: bytes) -> None:
+    def run_call() -> None:
         flat_output = flatten(output)
         outputs = flat_output.split(lengths_out)
         inputs = separate(flatten(input), [output]).split(lengths_in)
-        dispatch.all_to_all(comm, call, packed, outputs, inputs)
+        dispatch.all_to_all(comm, call, outputs, inputs)
         copy_back(output, flat_output)
 
-    return comm.run(call, input, run_call, async_op=async_op, result=output)
+    return comm.run(call, output, run_call, async_op=async_op)
 
 
 def _should_use_gloo(comm: Communicator, output: Tensor, input: Tensor) -> bool:
@@ -200,10 +200,8 @@ def run(
     """Run a call that writes to `output`, which is also its input if `input` is None."""
     source = output if input is None else input
     must_copy = input is not None and _can_overwrite_input(comm, output, input)
-    # A broadcast only reads the root's tensor, and only writes to the tensors of the other ranks.
-    is_broadcast = call.kind == "broadcast"
-    is_read = not is_broadcast or comm.rank == call.root
-    is_written = not is_broadcast or comm.rank != call.root
+    # A broadcast only writes to the tensors of the other ranks.
+    is_written = call.kind != "broadcast" or comm.rank != call.root
 
     def flatten_tensors() -> list[Tensor]:
         if input is None:
@@ -217,10 +215,10 @@ def run(
             copy_back(output, tensors[0])
         return None
 
-    def run_call(packed: bytes) -> None:
+    def run_call() -> None:
         # The input is not copied before this point, because earlier calls may still write to it.
         tensors = flatten_tensors()
-        dispatch.run(comm, call, packed, *tensors)
+        dispatch.run(comm, call, *tensors)
         if is_written:
             copy_back(output, tensors[0])
 
@@ -228,9 +226,7 @@ def run(
         # The engine cannot copy the input at the time when the call runs.
         return None if must_copy else dispatch.make_job(comm, call, output, source)
 
-    # NaNs in tensors that are not read do not matter.
-    inputs = [source] if is_read else []
-    return comm.run(call, inputs, run_call, async_op=async_op, result=output, make_job=make_job)
+    return comm.run(call, output, run_call, async_op=async_op, make_job=make_job)
 
 
 def _can_overwrite_input(comm: Communicator, output: Tensor, input: Tensor) -> bool:
@@ -261,7 +257,7 @@ def barrier(
     """
     comm = get_communicator(group)
     call = Call("barrier", (), torch.uint8)
-    run_call = partial(dispatch.barrier, comm)
+    run_call = partial(dispatch.barrier, comm, call)
     with limit_calls(timeout):
         return comm.run(call, [], run_call, async_op=async_op)
 
@@ -284,8 +280,8 @@ def shared_empty(
     call = Call("shared_empty", tuple(like.shape), like.dtype)
     allocated: list[Tensor] = []
 
-    def run_call(packed: bytes) -> None:
-        dispatch.compare_calls(comm, packed)
+    def run_call() -> None:
+        dispatch.compare_calls(comm, call)
         allocated.append(comm.topology.allocate(like.numel(), like.dtype, comm.timeout))
 
     comm.run(call, [], run_call, async_op=False)

@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -48,7 +48,7 @@ from collectives.failure_detection import (
     Operation,
 )
 from collectives.shared_memory.engine import Job, is_done
-from collectives.shared_memory.fingerprint import Call, has_nan
+from collectives.shared_memory.fingerprint import Call
 from collectives.store import STORE_SECONDS, query_store
 
 # Number of past calls to remember, because ranks may run ahead of each other.
@@ -103,8 +103,6 @@ class Communicator:
         self.choices: dict[tuple[str, int, bool], str] = {}
         #: True inside `checked`: the ranks compare their calls before data moves.
         self.compare_calls = False
-        #: True inside `checked(nan=True)`: the inputs are searched for NaNs.
-        self.find_nan = False
         #: False inside `checked(shapes=False)`: numbers of elements are compared, not shapes.
         self.compare_shapes = True
         #: The call that is running, or the last call.
@@ -124,11 +122,10 @@ class Communicator:
     def run(
         self,
         call: Call,
-        inputs: Tensor | Sequence[Tensor],
-        body: Callable[[bytes], None],
+        result: Tensor | Sequence[Tensor],
+        body: Callable[[], None],
         *,
         async_op: bool,
-        result: Tensor | Sequence[Tensor] | None = None,
         make_job: Callable[[], Job | None] = lambda: None,
     ) -> Work | None:
         """Run a call after all earlier calls of the group.
@@ -138,20 +135,17 @@ class Communicator:
 
         Args:
             call: the call that the ranks compare.
-            inputs: the tensors that this rank contributes.
-            body: the function that runs the collective; its argument is the packed call.
-            result: the tensors of the handle's result; by default the inputs.
+            result: the tensors of the handle's result, which the call may write to.
+            body: the function that runs the collective.
             make_job: returns the call as a job for the engine, or None if the engine cannot run it.
         """
-        outputs = as_list(inputs if result is None else result)
+        outputs = [result] if isinstance(result, Tensor) else list(result)
         execution = _Execution(
             communicator=self,
-            call=call,
-            inputs=as_list(inputs),
+            packed=call.packed,
             body=body,
             # These settings are read now, because the call may run after their context has ended.
             compare_calls=self.compare_calls,
-            find_nan=self.find_nan,
             timeout=call_timeout.get(),
             in_inference_mode=any(output.is_inference() for output in outputs),
         )
@@ -173,11 +167,7 @@ class Communicator:
     ) -> Work:
         """Queue an asynchronous call and return its handle."""
         with self.progress.submitting:
-            job = self.progress.assign(
-                make_job,
-                # The engine does not search for NaNs.
-                is_usable=self.failures.group_error is None and not execution.find_nan,
-            )
+            job = self.progress.assign(make_job, is_usable=self.failures.group_error is None)
 
             def run() -> None:
                 try:
@@ -197,7 +187,7 @@ class Communicator:
 
     def can_skip_queue(self, output: Tensor) -> bool:
         """Return True if no earlier call is pending, and no feature is active that needs `run`."""
-        if self.progress.last or self.compare_calls or self.find_nan or _profiler_enabled():
+        if self.progress.last or self.compare_calls or _profiler_enabled():
             return False
         return call_timeout.get() is None and not output.is_inference()
 
@@ -298,11 +288,9 @@ class _Execution:
     """A call and its settings, to run on the caller's thread or on the progress thread."""
 
     communicator: Communicator
-    call: Call
-    inputs: list[Tensor]
-    body: Callable[[bytes], None]
+    packed: bytes
+    body: Callable[[], None]
     compare_calls: bool
-    find_nan: bool
     #: The timeout of this call in seconds, or None for the group's.
     timeout: float | None
     #: True if the call writes to a tensor that was created in inference mode. torch allows such a
@@ -312,16 +300,13 @@ class _Execution:
     def run(self, job: Job | None) -> None:
         """Run the call in the engine if `job` is given, otherwise in Python."""
         comm = self.communicator
-        call = self.call
-        if self.find_nan and any(has_nan(tensor) for tensor in self.inputs):
-            call = replace(call, has_nan=True)
         # The engine owns the lock while it has jobs: see Note [Engine hand-over].
         with comm.progress.running if job is None else nullcontext():
-            comm.start_call(call.packed, compare_calls=self.compare_calls, timeout=self.timeout)
+            comm.start_call(self.packed, compare_calls=self.compare_calls, timeout=self.timeout)
             try:
                 if job is None:
                     with torch.inference_mode() if self.in_inference_mode else nullcontext():
-                        self.body(call.packed)
+                        self.body()
                 elif not is_done(job):
                     comm.topology.require_arena().run_job(job)
             except BaseException as error:
@@ -349,8 +334,3 @@ def _publish_long_waits(ref: weakref.ref[Communicator], stop: threading.Event) -
         seconds = max(MIN_POLL_SECONDS, POLL_FRACTION * comm.timeout)
         # The thread must not keep the communicator alive while it sleeps.
         del comm
-
-
-def as_list(tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Return one tensor or several tensors as a list."""
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)

@@ -24,7 +24,7 @@ class RankLost(RuntimeError):
 
 
 class Mismatch(RuntimeError):
-    """Ranks made different calls, or passed a NaN inside `checked(nan=True)`.
+    """Ranks made different calls.
 
     The deviating ranks are in `ranks`, as ranks of the group. If calls are compared first (on one
     host or inside `checked`), no data has moved and the group can still be used.

@@ -90,7 +90,7 @@ def _set_up(pg: Any) -> Communicator:
 
 
 @contextmanager
-def checked(group: Any = None, *, nan: bool = False, shapes: bool = True) -> Iterator[None]:
+def checked(group: Any = None, *, shapes: bool = True) -> Iterator[None]:
     """Compare every call across ranks before data moves.
 
     Every rank must enter the context. A difference raises `Mismatch` on all ranks, with the
@@ -98,23 +98,18 @@ def checked(group: Any = None, *, nan: bool = False, shapes: bool = True) -> Ite
     so only one thread may enter it at a time.
 
     Args:
-        nan: search the inputs for NaNs. A NaN raises `Mismatch` before it reaches other ranks.
-            False does not end the search of an outer context.
         shapes: compare the tensors' shapes. False compares their numbers of elements, as gloo does,
             so that ranks can pass tensors of different shapes.
     """
     comm = get_communicator(group)
     outer_compare_calls = comm.compare_calls
-    outer_find_nan = comm.find_nan
     outer_compare_shapes = comm.compare_shapes
     comm.compare_calls = True
-    comm.find_nan = comm.find_nan or nan
     comm.compare_shapes = shapes
     try:
         yield
     finally:
         comm.compare_calls = outer_compare_calls
-        comm.find_nan = outer_find_nan
         comm.compare_shapes = outer_compare_shapes
 
 

@@ -57,10 +57,10 @@ def reduce(
     root = get_root_rank(comm, dst, group, group_dst)
     call = describe_call(comm, "reduce", tensor, "auto", op=name, root=root, outputs=[tensor])
 
-    def run_call(packed: bytes) -> None:
+    def run_call() -> None:
         flat = flatten(tensor)
         result = flat if comm.rank == root else flat.clone()
-        dispatch.run(comm, call, packed, result)
+        dispatch.run(comm, call, result)
         if comm.rank == root:
             copy_back(tensor, result)
 
@@ -124,14 +124,14 @@ def all_gather(
     sizes = [output.numel() for output in outputs]
     call = _describe_list(comm, "all_gather", tensor, sizes, outputs=outputs)
 
-    def run_call(packed: bytes) -> None:
+    def run_call() -> None:
         local = _pad(flatten(tensor), max(sizes))
         gathered = local.new_empty(comm.world_size * max(sizes))
-        dispatch.run(comm, call, packed, gathered, local)
+        dispatch.run(comm, call, gathered, local)
         for output, part in zip(outputs, gathered.tensor_split(comm.world_size), strict=True):
             copy_back(output, part[: output.numel()])
 
-    return comm.run(call, tensor, run_call, async_op=async_op, result=outputs)
+    return comm.run(call, outputs, run_call, async_op=async_op)
 
 
 @skip_non_members
@@ -153,13 +153,13 @@ def reduce_scatter(
     sizes = [tensor.numel() for tensor in inputs]
     call = _describe_list(comm, "reduce_scatter", output, sizes, op=name, outputs=[output])
 
-    def run_call(packed: bytes) -> None:
+    def run_call() -> None:
         flat_input = torch.cat([_pad(flatten(tensor), max(sizes)) for tensor in inputs])
         flat_output = _pad(flatten(output), max(sizes))
-        dispatch.run(comm, call, packed, flat_output, flat_input)
+        dispatch.run(comm, call, flat_output, flat_input)
         copy_back(output, flat_output[: output.numel()])
 
-    return comm.run(call, inputs, run_call, async_op=async_op, result=output)
+    return comm.run(call, output, run_call, async_op=async_op)
 
 
 @skip_non_members
@@ -202,14 +202,14 @@ def _exchange(
             f"them to {call.dtype}"
         )
 
-    def run_call(packed: bytes) -> None:
+    def run_call() -> None:
         flat_outputs = [flatten(output) for output in outputs]
         flat_inputs = [separate(flatten(tensor), flat_outputs) for tensor in inputs]
-        dispatch.all_to_all(comm, call, packed, flat_outputs, flat_inputs)
+        dispatch.all_to_all(comm, call, flat_outputs, flat_inputs)
         for output, part in zip(outputs, flat_outputs, strict=True):
             copy_back(output, part)
 
-    return comm.run(call, inputs, run_call, async_op=async_op, result=result or outputs)
+    return comm.run(call, result or outputs, run_call, async_op=async_op)
 
 
 def _describe_list(

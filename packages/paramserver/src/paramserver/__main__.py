@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from paramserver.journal.recovery import recover, require_journals
+from paramserver.journal.recovery import recover
 from paramserver.running.conversion import convert_journal
 from paramserver.running.job import Job
 from paramserver.running.supervise import join_servers, open_server
@@ -72,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         help="journal of one server, or folder of the journals of all servers",
     )
-    recover_parser.add_argument("--before", metavar="FILE:BYTE", help="also discard this record")
     recover_parser.set_defaults(call=_recover)
     convert = commands.add_parser("convert", help="convert journals to another number of servers")
     convert.add_argument("job", help="module:function of the job with the new number of servers")
@@ -100,8 +99,6 @@ def _serve(arguments: argparse.Namespace) -> None:
     if len(workers) < len(arguments.peer):
         raise ValueError(f"expected --peer once per rank, got {' '.join(arguments.peer)}")
     keys = Keys(public, secret, workers=workers) if secret else None
-    if arguments.journal:
-        require_journals(arguments.journal, job.servers, [arguments.server])
     server = open_server(
         job, arguments.server, arguments.address, journal=arguments.journal, keys=keys
     )
@@ -132,15 +129,7 @@ def _create_keys(arguments: argparse.Namespace) -> None:
 
 
 def _recover(arguments: argparse.Namespace) -> None:
-    before = None
-    if arguments.before is not None:
-        name, _, byte = arguments.before.rpartition(":")
-        if not name or not byte.isdecimal():
-            raise ValueError(
-                f"expected --before FILE:BYTE, as in the error, got {arguments.before!r}"
-            )
-        before = name, int(byte)
-    for line in recover(arguments.folder, before=before):
+    for line in recover(arguments.folder):
         print(line)
 
 

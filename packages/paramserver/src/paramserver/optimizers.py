@@ -6,7 +6,6 @@ updates with it.
 """
 
 import copy
-import inspect
 import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from paramserver.arguments import require_number
 
@@ -115,8 +114,6 @@ class Updater:
                 "optimizer over other parameters; pass a function such as "
                 "partial(torch.optim.SGD, lr=0.1)"
             )
-        _require_step_without_arguments(self.optimizer)
-        _require_usable_options(self.optimizer)
         _copy_options(self.optimizer)
         if spec.groups:
             _require_known_options(self.optimizer)
@@ -246,29 +243,6 @@ def save_state(state: Mapping[str, Any], file: BinaryIO) -> None:
         ) from error
 
 
-def _require_step_without_arguments(optimizer: Optimizer) -> None:
-    """Raise `ValueError` if `step` needs a closure, which would compute the loss several times."""
-    for name, parameter in inspect.signature(optimizer.step).parameters.items():
-        variadic = parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD
-        if parameter.default is parameter.empty and parameter.kind not in variadic:
-            raise ValueError(
-                f"expected an optimizer whose step() needs no arguments, got "
-                f"{type(optimizer).__name__}, which needs {name}; pass another one, such as AdamW"
-            )
-
-
-def _require_usable_options(optimizer: Optimizer) -> None:
-    """Raise `ValueError` for an option with which every step of the optimizer would fail."""
-    for group in optimizer.param_groups:
-        is_on_cpu = any(parameter.is_cpu for parameter in group["params"])
-        for name, is_unusable in {"differentiable": True, "capturable": is_on_cpu}.items():
-            if is_unusable and group.get(name):
-                raise ValueError(
-                    f"expected {type(optimizer).__name__} with {name}=False, because no update is "
-                    f"part of an autograd graph or a CUDA graph, got {name}=True; omit the option"
-                )
-
-
 def _copy_options(optimizer: Optimizer) -> None:
     """Copy options that are tensors, such as `lr`, and convert NumPy numbers in other options.
 
@@ -309,8 +283,7 @@ def _build_scheduler(
     """Return the optimizer's scheduler, after a check that a journal can resume it.
 
     Raises:
-        ValueError: the scheduler is of another optimizer or needs the loss, or its state cannot be
-            stored.
+        ValueError: the scheduler is of another optimizer, or its state cannot be stored.
     """
     scheduler = factory(optimizer)
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
@@ -318,11 +291,6 @@ def _build_scheduler(
             "expected the factory to pass its argument to the scheduler, got a scheduler of "
             "another optimizer, whose learning rate it would change; pass a function such as "
             "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)"
-        )
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise ValueError(
-            "expected a scheduler that depends on the number of updates only, got "
-            "ReduceLROnPlateau, which needs the loss; pass another scheduler"
         )
     save_state(_convert_numpy_numbers(scheduler.state_dict()), io.BytesIO())
     return scheduler

@@ -5,7 +5,6 @@ parameters into the module. `Changes` does the same with the changes of local st
 fragment, and carries compression residuals over to the next push.
 """
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -34,9 +33,6 @@ class Gradients:
         self._parameters = parameters
         self._shards = shards
         self._connections = connections
-        if any(parameter.is_cuda for parameter in parameters.values()):
-            buffers = [b for c in connections for b in (c.parameters, c.gradients, c.server_memory)]
-            pin(buffer for buffer in buffers if buffer is not None)
 
     def write(self, server: int) -> tuple[int, Iterable[int]]:
         """Return the size of the payload for `server` in bytes, and an iterable that writes it.
@@ -68,12 +64,8 @@ class Gradients:
             step = CHUNK_BYTES // target.itemsize
             for start in range(0, len(target), step):
                 part = source[start : start + step]
-                target[start : start + step].copy_(part, non_blocking=True)
-                if not source.is_cuda:
-                    yield piece.offset + (start + len(part)) * target.itemsize
-        # Copies from a GPU are asynchronous: nothing may be sent before they have finished.
-        for device in devices:
-            torch.cuda.synchronize(device)
+                target[start : start + step].copy_(part)
+                yield piece.offset + (start + len(part)) * target.itemsize
         yield len(buffer)
 
     def mark_accepted(self) -> None:
@@ -230,14 +222,3 @@ def _copy(shard: Shard, flat: Mapping[str, Tensor], buffer: Tensor, alpha: float
             local.lerp_(pulled, 1 - alpha)
         else:
             local.copy_(pulled)
-
-
-def pin(buffers: Iterable[Tensor]) -> None:
-    """Page-lock host memory that a GPU copies from and to, until the buffers are freed."""
-    runtime = torch.cuda.cudart()
-    # Both buffers of a connection may share one storage; no page may be locked twice.
-    for start, buffer in {b.untyped_storage().data_ptr(): b for b in buffers}.items():
-        nbytes = buffer.untyped_storage().nbytes()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(start, nbytes, 0)))
-        # Unlock the pages when the buffer is freed: later memory may have the same address.
-        weakref.finalize(buffer, runtime.cudaHostUnregister, start).atexit = False

@@ -183,7 +183,7 @@ class Server:
                         finally:
                             self._core_changed.acquire()
                         continue  # notifications were missed while the lock was released
-                    until = self.core.find_next_deadline()
+                    until = self.core.waits.find_next_deadline(self.core.ledger)
                     if keep_alive:
                         until = min(until, last_message + _KEEP_ALIVE_SECONDS)
                     seconds = max(0.0, until - time.monotonic())

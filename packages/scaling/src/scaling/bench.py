@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from scipy.optimize import curve_fit, minimize
+from scipy.optimize import minimize
 
 from scaling.fit.parametric import fit_parametric
 from scaling.runs import Runs, ScalingWarning, load_runs
@@ -100,28 +100,6 @@ def _measure_answers(num_rows: int, calls: int) -> list[Row]:
         {"case": "answer", "what": "first optimum", "rows": 72, "time_s": of_optimum},
         {"case": "answer", "what": "read and fit", "rows": num_rows, "time_s": of_table},
     ]
-
-
-def fit_shortcut(runs: Runs, method: str) -> Callable[[float], float]:
-    """Return a function from compute to the best size, as found by a misleading method.
-
-    The method uses the best run of each budget. "minimum" fits a line in logs through these runs.
-    "minimum-offset" fits a C^b + c by least squares in N, which contradicts C = 6 N D.
-    """
-    best = [group[[int(np.argmin(group.loss))]] for group in runs.budgets()]
-    c = np.array([run.compute[0] for run in best])
-    n = np.array([run.parameters[0] for run in best])
-    exponent, intercept = np.polyfit(np.log(c), np.log(n), 1)
-    if method == "minimum":
-        return lambda compute: float(np.exp(intercept) * compute**exponent)
-
-    def law(c: Any, a: float, b: float, offset: float) -> Any:
-        return a * c**b + offset
-
-    # curve_fit uses absolute step sizes, so compute and sizes are divided by their means.
-    start = [np.exp(intercept) * c.mean() ** exponent / n.mean(), exponent, 0.0]
-    constants, _ = curve_fit(law, c / c.mean(), n / n.mean(), start, maxfev=20_000)
-    return lambda compute: float(n.mean() * law(compute / c.mean(), *constants))
 
 
 def _measure_sweeps(device: str, quick: bool) -> list[Row]:

@@ -22,7 +22,6 @@ from scaling.tables.columns import (
     compare_columns,
     parse_columns,
     require_active_parameters,
-    require_cross_entropy,
     require_tokens_of_all_epochs,
     require_tokens_of_text,
 )
@@ -207,7 +206,6 @@ def load_runs(
     reading.select(flag_complete_runs(reading.table, reading.exclusions, reading.choices))
     require_one_data_set(reading)
     keep_best_settings(reading, reading.table if is_history else started)
-    require_cross_entropy(reading, columns)
     complete_quantities(reading)
     expected = FLOPS_PER_PARAMETER_TOKEN * reading.values["parameters"] * reading.values["tokens"]
     values = {"compute": expected, **reading.values}

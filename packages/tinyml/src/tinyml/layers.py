@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinyml.compressed_weight import get_compressed_weight
-from tinyml.validation import check_finite, suggest_name
+from tinyml.validation import check_finite, format_names, suggest_name
 
 T = TypeVar("T")
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -92,9 +92,24 @@ def find_layers(
         names = ", ".join(kind.__name__ for kind in kinds)
         raise ValueError(
             f"expected a {type(model).__name__} with weights in layers of the kinds {names}, got "
-            f"none{' outside of protect' if protect else ''}"
+            f"none{' outside of protect' if protect else ''}{name_computed_weights(model, kinds)}"
         )
     return layers
+
+
+def name_computed_weights(model: nn.Module, kinds: Sequence[type[nn.Module]]) -> str:
+    """Return the end of an error message about layers of `kinds` whose weight is not stored."""
+    computed = [
+        name or "the model"
+        for name, module in model.named_modules()
+        if is_instance_of(module, kinds) and identify_weight(module) is None
+    ]
+    if not computed:
+        return ""
+    return (
+        f"; other code computes the weight of {format_names(computed)}, as weight_norm does: "
+        "remove the parametrization to make it a parameter"
+    )
 
 
 def find_protected(model: nn.Module, protect: Sequence[str]) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -59,7 +59,9 @@ def check_strided(what: str, *tensors: Tensor) -> None:
 def require_batches(batches: Iterable[T]) -> list[T]:
     """Return the calibration batches as a list, because they are read several times.
 
-    Raise `ValueError` if there are none, for a single tensor or mapping, and for sparse tensors.
+    Return the tensor of a batch that is a list or tuple of one tensor, as from a `DataLoader` of a
+    `TensorDataset`. Raise `ValueError` if there are no batches, for a single tensor or mapping, and
+    for sparse tensors.
     """
     listed = [] if isinstance(batches, Tensor | Mapping) else list(batches)
     if not listed:
@@ -68,4 +70,10 @@ def require_batches(batches: Iterable[T]) -> list[T]:
             f"({type(batches).__name__}); pass [batch]"
         )
     check_strided("batches", *(t for t in tree_leaves(listed) if isinstance(t, Tensor)))
-    return listed
+    return [_unwrap_single_tensor(batch) for batch in listed]
+
+
+def _unwrap_single_tensor(batch: T) -> T:
+    if isinstance(batch, list | tuple) and len(batch) == 1 and isinstance(batch[0], Tensor):
+        return cast(T, batch[0])
+    return batch

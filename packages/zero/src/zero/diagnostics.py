@@ -41,6 +41,33 @@ def check_descriptions_match(descriptions: Sequence[Sequence[Any]]) -> None:
                 )
 
 
+def _find_unresponsive_ranks(
+    group: dist.ProcessGroup | None, description: str
+) -> tuple[list[int], dict[int, str]]:
+    """Return the global ranks that do not respond, and the failed call of each responding rank.
+
+    Every surviving rank of the group calls this function, because every rank detects the failure.
+    If the store hangs or fails, return only rank 0, which hosts the store unless torchrun does.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    latest_time, latest = _latest.get(group, (0.0, ([], {})))
+    if latest[0] and time.monotonic() - latest_time < GRACE_SECONDS:
+        return latest
+    answers: list[tuple[list[int], dict[int, str]]] = []
+    ranks = dist.get_process_group_ranks(group)
+    # The store may hang, because its host has failed.
+    thread = threading.Thread(
+        target=lambda: answers.append(_poll_store(ranks, group.group_name, description)),
+        daemon=True,
+    )
+    thread.start()
+    thread.join(GRACE_SECONDS + STORE_SECONDS)
+    latest = answers[0] if answers else ([0], {})
+    _latest[group] = time.monotonic(), latest
+    return latest
+
+
 def _poll_store(
     ranks: list[int], group_name: str, description: str
 ) -> tuple[list[int], dict[int, str]]:
@@ -71,31 +98,8 @@ def _poll_store(
     return sorted(missing), answers
 
 
-def _find_unresponsive_ranks(
-    group: dist.ProcessGroup, description: str
-) -> tuple[list[int], dict[int, str]]:
-    """Return the result of `_poll_store`, or rank 0 if the store hangs."""
-    latest_time, latest = _latest.get(group, (0.0, ([], {})))
-    if latest[0] and time.monotonic() - latest_time < GRACE_SECONDS:
-        return latest
-    polled: list[tuple[list[int], dict[int, str]]] = []
-    ranks = dist.get_process_group_ranks(group)
-    # The store may hang, because its host has failed.
-    thread = threading.Thread(
-        target=lambda: polled.append(_poll_store(ranks, group.group_name, description)),
-        daemon=True,
-    )
-    thread.start()
-    thread.join(GRACE_SECONDS + STORE_SECONDS)
-    latest = polled[0] if polled else ([0], {})
-    _latest[group] = time.monotonic(), latest
-    return latest
-
-
 def explain(error: Exception, group: dist.ProcessGroup | None, description: str) -> RuntimeError:
     """Return an error that names the unresponsive ranks, or the failed calls if all respond."""
-    group = group or dist.group.WORLD
-    assert group is not None
     unresponsive, answers = _find_unresponsive_ranks(group, description)
     if not unresponsive and len(set(answers.values())) > 1:
         calls = "; ".join(f"rank {rank}: {answers[rank]}" for rank in sorted(answers))

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from accounting import checks
 from accounting.breakdown import format_bytes, format_count
 from accounting.cli.questions import iter_differences, parse_amount, read_model, read_stored_dtype
 from accounting.cli.serving import estimate_serving
@@ -22,35 +21,16 @@ from accounting.hardware import HARDWARE
 from accounting.precision import PRECISIONS
 from accounting.search.answer import plan_for
 
-
-def _parse_int(text: str) -> int:
-    """Return the integer in a text; raise `ArgumentTypeError` with the remedy otherwise.
-
-    Suffixes are refused, because 128k means 131072 in names of models, and 128000 elsewhere.
-    """
-    exponent = {"k": 1, "m": 2}.get(text[-1:].lower())
-    if exponent and text[:-1].isdecimal():
-        binary, decimal = (int(text[:-1]) * base**exponent for base in (1024, 1000))
-        raise argparse.ArgumentTypeError(
-            f"expected an integer, got {text!r}, whose suffix is ambiguous; write {binary} or "
-            f"{decimal}"
-        )
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
-
-
 #: Options that fix a field of a plan, each with the field, its type and its help text.
 AXES: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "tp": ("tensor", _parse_int, "tensor parallel"),
-    "pp": ("pipeline", _parse_int, "pipeline stages"),
-    "cp": ("context", _parse_int, "context parallel"),
-    "ep": ("expert", _parse_int, "expert parallel"),
-    "zero": ("zero", _parse_int, "ZeRO stage; 3 is FSDP"),
-    "microbatches": ("microbatches", _parse_int, "micro-batches per data rank"),
+    "tp": ("tensor", int, "tensor parallel"),
+    "pp": ("pipeline", int, "pipeline stages"),
+    "cp": ("context", int, "context parallel"),
+    "ep": ("expert", int, "expert parallel"),
+    "zero": ("zero", int, "ZeRO stage; 3 is FSDP"),
+    "microbatches": ("microbatches", int, "micro-batches per data rank"),
     "schedule": ("schedule", str, "gpipe, 1f1b or interleaved"),
-    "virtual-stages": ("virtual_stages", _parse_int, "chunks per interleaved stage"),
+    "virtual-stages": ("virtual_stages", int, "chunks per interleaved stage"),
     "recompute": ("recompute", str, "none, selective or full"),
 }
 
@@ -58,16 +38,11 @@ AXES: dict[str, tuple[str, Callable[[str], Any], str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 1 if `serve` finds too little memory, 2 for an error, 0 otherwise.
 
-    argparse ends the process for `--help`, and for a value that an option cannot parse.
+    argparse ends the process for `--help`, and with status 2 for words that it cannot parse.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    commands = {"plan": _plan, "serve": _serve, "diff": _diff}
+    options = _build_parser().parse_args(argv)
     try:
-        if not words or words[0] in ("-h", "--help"):
-            print(__doc__)
-            return 0
-        checks.require_choice("the command", words[0], commands)
-        return commands[words[0]](words[1:])
+        return int(options.run(options))
     except BrokenPipeError:
         return 0
     except (ValueError, TypeError, OSError) as error:
@@ -75,44 +50,59 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _build_parser(command: str, about: str | None, *, models: int = 1) -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m accounting {command}", description=about, allow_abbrev=False
+        prog="python -m accounting",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("models", metavar="MODEL", nargs=models)
-    parser.add_argument("--json", action="store_true")
-    return parser
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    def add_command(
+        name: str, run: Callable[[argparse.Namespace], int], models: int
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name, help=run.__doc__, description=run.__doc__, allow_abbrev=False
+        )
+        command.add_argument("models", metavar="MODEL", nargs=models)
+        command.add_argument("--json", action="store_true")
+        command.set_defaults(run=run)
+        return command
 
-def _parse_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse the options; an unknown option raises `ValueError`."""
-    options, unknown = parser.parse_known_args(words)
-    if unknown:
-        raise ValueError(f"expected an option of {parser.prog}, got {unknown[0]}; see --help")
-    return options
-
-
-def _plan(words: Sequence[str]) -> int:
-    """Search all axes for the fastest plan, and print its memory, duration and price."""
-    parser = _build_parser("plan", _plan.__doc__)
-    parser.add_argument("--gpus", type=_parse_int, help="total number of devices")
-    parser.add_argument("--hardware", default="H100", help=", ".join(HARDWARE))
-    parser.add_argument(
+    plan = add_command("plan", _plan, models=1)
+    plan.add_argument("--gpus", type=int, required=True, help="total number of devices")
+    plan.add_argument("--hardware", default="H100", help=", ".join(HARDWARE))
+    plan.add_argument(
         "--tokens", type=parse_amount, default=1e12, help="1e12, or 1T in powers of 1000"
     )
-    parser.add_argument("--seq", type=_parse_int, default=4096)
-    parser.add_argument("--batch", type=_parse_int, help="sequences per step")
-    parser.add_argument("--memory", type=float, help="memory per device in GB")
-    parser.add_argument("--price", type=float, help="USD per device-hour")
-    parser.add_argument("--precision", help=", ".join(PRECISIONS))
-    parser.add_argument(
+    plan.add_argument("--seq", type=int, default=4096)
+    plan.add_argument("--batch", type=int, help="sequences per step")
+    plan.add_argument("--memory", type=float, help="memory per device in GB")
+    plan.add_argument("--price", type=float, help="USD per device-hour")
+    plan.add_argument("--precision", help=", ".join(PRECISIONS))
+    plan.add_argument(
         "--time-limit", type=float, help="seconds after which the best plan so far is printed"
     )
     for option, (field, kind, text) in AXES.items():
-        parser.add_argument(f"--{option}", dest=field, type=kind, help=text)
-    options = _parse_options(parser, words)
-    if options.gpus is None:
-        raise ValueError("expected the number of devices, got none; pass --gpus")
+        plan.add_argument(f"--{option}", dest=field, type=kind, help=text)
+
+    serve = add_command("serve", _serve, models=1)
+    serve.add_argument("--gpus", type=int, default=1, help="total number of devices")
+    serve.add_argument("--hardware", default="H100", help=", ".join(HARDWARE))
+    serve.add_argument("--seq", type=int, default=8192)
+    serve.add_argument("--batch", type=int, default=1, help="concurrent sequences, all replicas")
+    serve.add_argument("--weights", help="dtype of the weights; default: fp8 if stated, or bf16")
+    serve.add_argument("--cache", default="bf16", help="dtype of the cache")
+    serve.add_argument("--dp", dest="data", type=int, default=1, help="replicas")
+    serve.add_argument("--ep", dest="expert", type=int, default=1, help="expert parallel")
+    serve.add_argument("--pp", dest="pipeline", type=int, default=1, help="pipeline stages")
+
+    add_command("diff", _diff, models=2).add_argument("--seq", type=int, default=4096)
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """Search all axes for the fastest plan, and print its memory, duration and price."""
     fields = {field: getattr(options, field) for field, *_ in AXES.values()}
     answer = plan_for(
         read_model(options.models[0]),
@@ -137,21 +127,8 @@ def _show_progress(computed: int, plans: int) -> None:
         print(f"\r{computed:,} of at most {format_count(plans, 'plan')}", end="\r", file=sys.stderr)
 
 
-def _serve(words: Sequence[str]) -> int:
+def _serve(options: argparse.Namespace) -> int:
     """Print the memory and speed of inference: cache, concurrent sequences, time per token."""
-    parser = _build_parser("serve", _serve.__doc__)
-    parser.add_argument("--gpus", type=_parse_int, default=1, help="total number of devices")
-    parser.add_argument("--hardware", default="H100", help=", ".join(HARDWARE))
-    parser.add_argument("--seq", type=_parse_int, default=8192)
-    parser.add_argument(
-        "--batch", type=_parse_int, default=1, help="concurrent sequences, all replicas"
-    )
-    parser.add_argument("--weights", help="dtype of the weights; default: fp8 if stated, or bf16")
-    parser.add_argument("--cache", default="bf16", help="dtype of the cache")
-    parser.add_argument("--dp", dest="data", type=_parse_int, default=1, help="replicas")
-    parser.add_argument("--ep", dest="expert", type=_parse_int, default=1, help="expert parallel")
-    parser.add_argument("--pp", dest="pipeline", type=_parse_int, default=1, help="pipeline stages")
-    options = _parse_options(parser, words)
     name = options.models[0]
     result = estimate_serving(
         read_model(name),
@@ -172,35 +149,26 @@ def _serve(words: Sequence[str]) -> int:
     )
     fits = result["sequences_at_once"] >= options.batch
     if not fits:
-        needed = result["devices_needed"]
-        remedy = (
-            f"{format_count(needed, 'device')} would have room"
-            if needed
-            else "no number of devices has room; pass smaller dtypes or fewer tokens"
-        )
         rows.append(
             f"DOES NOT FIT: {format_bytes(result['weights_bytes'])} of weights and "
             f"{format_bytes(result['cache_bytes_per_sequence'])} of one sequence's cache, for "
             f"batch={options.batch}, in {format_bytes(result['memory_bytes'])}, nine tenths of "
-            f"{options.gpus} {options.hardware}; {remedy}"
+            f"{options.gpus} {options.hardware}; pass more devices, smaller dtypes or fewer tokens"
         )
     print(json.dumps(result, indent=1) if options.json else "\n".join(rows))
     return 0 if fits else 1
 
 
-def _diff(words: Sequence[str]) -> int:
+def _diff(options: argparse.Namespace) -> int:
     """Compare two models."""
-    parser = _build_parser("diff", _diff.__doc__, models=2)
-    parser.add_argument("--seq", type=_parse_int, default=4096)
-    options = _parse_options(parser, words)
     first, second = (read_model(text) for text in options.models)
     rows = [*iter_differences(first, second, seq=options.seq)]
     if options.json:
-        result = [{"cost": row.name, "first": row.first, "second": row.second} for row in rows]
+        result = [{"cost": name, "first": left, "second": right} for name, left, right, _ in rows]
         print(json.dumps(result, indent=1))
         return 0
     print(f"{'':<34}{first.name[:23]:>24}{second.name[:23]:>24}{'ratio':>9}")
-    for row in rows:
-        ratio = f"{row.second / row.first:9.3f}" if row.first else f"{'-':>9}"
-        print(f"{row.name:<34}{row.show(row.first):>24}{row.show(row.second):>24}{ratio}")
+    for name, left, right, show in rows:
+        ratio = f"{right / left:9.3f}" if left else f"{'-':>9}"
+        print(f"{name:<34}{show(left):>24}{show(right):>24}{ratio}")
     return 0

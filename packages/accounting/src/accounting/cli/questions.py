@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from accounting import checks
@@ -15,21 +14,14 @@ from accounting.model.transformer import Transformer
 from accounting.parameters import parameters
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """One cost for each of two models, and the format of its numbers."""
-
-    name: str
-    first: float
-    second: float
-    show: Callable[[float], str]
-
-
 @checks.validate()
 def iter_differences(
     first: Transformer, second: Transformer, *, seq: int = 4096
-) -> Iterator[Difference]:
-    """Yield each cost of two models, followed by the costs of its parts."""
+) -> Iterator[tuple[str, float, float, Callable[[float], str]]]:
+    """Yield the name of each cost, its value in both models, and the format of its numbers.
+
+    A cost is followed by the costs of its parts.
+    """
     costs: tuple[tuple[str, Callable[[Transformer], Breakdown], Callable[[float], str]], ...] = (
         ("parameters", parameters, format_number),
         ("active", lambda model: parameters(model, active=True), format_number),
@@ -40,10 +32,10 @@ def iter_differences(
         both = cost(first), cost(second)
         divisor = seq if name == "FLOPs per token" else 1
         left, right = (float(whole.total) / divisor for whole in both)
-        yield Difference(name=name, first=left, second=right, show=show)
+        yield name, left, right, show
         for part in dict.fromkeys(part.name for whole in both for part in whole):
             left, right = (float(w[part].total) / divisor if part in w else 0.0 for w in both)
-            yield Difference(name=f"  {part}", first=left, second=right, show=show)
+            yield f"  {part}", left, right, show
 
 
 @checks.validate()

@@ -1,7 +1,6 @@
 """Memory and time of inference, by the roofline of each pipeline stage."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -33,10 +32,6 @@ class Stage(NamedTuple):
     cache_bytes: float
     #: Bytes of the cache that one new token reads.
     read_bytes: float
-
-    def count_bytes(self, sequences: int) -> float:
-        """Return the bytes per device of the weights and the caches of `sequences`."""
-        return self.weight_bytes + sequences * self.cache_bytes
 
 
 @checks.validate()
@@ -70,9 +65,7 @@ def estimate_serving(
     all of them. `cache_bytes_per_sequence` and `bytes_per_token`, the memory traffic of a decode
     step with one sequence, are sums over the devices of one replica. `bytes_per_device` has the
     weights and the caches of the sequences on the fullest device. `sequences_at_once` is the number
-    of caches of `seq` tokens that fit beside the weights. `devices_needed` is the smallest number
-    of devices with enough memory for `batch` sequences. It assumes the same `data`, `expert` and
-    `pipeline`, and is 0 if no number suffices.
+    of caches of `seq` tokens that fit beside the weights.
 
     A prefill processes `batch` prompts of `seq` tokens, and a decode step adds one token to each.
     Matrix products run in the dtype of the weights if the device lists it, and otherwise in bf16,
@@ -96,24 +89,19 @@ def estimate_serving(
             "sequences of all replicas"
         )
 
-    def build_stages(ranks: int) -> list[Stage]:
-        plan = Plan(data=data, tensor=ranks, pipeline=pipeline, expert=expert)
-        plan.check(model)
-        result = []
-        for number in range(pipeline):
-            part = plan.build_stage_model(model, number)
-            stored = kv_cache(part, seq=seq, dtype=cache, tensor=ranks)
-            weight_bytes = sum(count_device_parameters(model, plan, number)) * size
-            # Layers that share keys and values read the same cache one after another.
-            unshared = replace(part, shared_kv_layers=())
-            read = kv_cache(unshared, seq=seq, dtype=cache, tensor=ranks)
-            read_bytes = float(read.total) - _count_unselected_bytes(part, stored, seq)
-            result.append(Stage(part, weight_bytes, float(stored.total), read_bytes))
-        return result
-
     tensor = gpus // (data * pipeline)
     sequences = batch // data
-    loads = build_stages(tensor)
+    plan = Plan(data=data, tensor=tensor, pipeline=pipeline, expert=expert)
+    plan.check(model)
+    loads = []
+    for number in range(pipeline):
+        part = plan.build_stage_model(model, number)
+        stored = kv_cache(part, seq=seq, dtype=cache, tensor=tensor)
+        stage_bytes = sum(count_device_parameters(model, plan, number)) * size
+        # Layers that share keys and values read the same cache one after another.
+        unshared = kv_cache(replace(part, shared_kv_layers=()), seq=seq, dtype=cache, tensor=tensor)
+        read_bytes = float(unshared.total) - _count_unselected_bytes(part, stored, seq)
+        loads.append(Stage(part, stage_bytes, float(stored.total), read_bytes))
     weight_bytes = data * tensor * sum(stage.weight_bytes for stage in loads)
     cache_bytes = tensor * sum(stage.cache_bytes for stage in loads)
     if not cache_bytes:
@@ -136,9 +124,8 @@ def estimate_serving(
         "memory_bytes": usable * gpus,
         "weights_bytes": weight_bytes,
         "cache_bytes_per_sequence": cache_bytes,
-        "bytes_per_device": max(x.count_bytes(sequences) for x in loads),
+        "bytes_per_device": max(x.weight_bytes + sequences * x.cache_bytes for x in loads),
         "sequences_at_once": data * int(room),
-        "devices_needed": data * _count_replica_devices(model, usable, build_stages, sequences),
         "bytes_per_token": read * tensor,
         "batch": batch,
         **_name_bounds("prefill_seconds", prefill),
@@ -221,23 +208,6 @@ def _count_device_operations(
             used = tokens * matrix.count * matrix.chosen
             operations += 2 * repeated * used * matrix.entries
     return operations
-
-
-def _count_replica_devices(
-    model: Transformer,
-    usable: float,
-    stages: Callable[[int], list[Stage]],
-    sequences: int,
-) -> int:
-    # A tensor-parallel degree divides the heads, or the MLP of a model without heads.
-    for ranks in range(1, (model.heads or model.d_ff) + 1):
-        try:
-            loads = stages(ranks)
-        except ValueError:
-            continue
-        if max(x.count_bytes(sequences) for x in loads) <= usable:
-            return ranks * len(loads)
-    return 0
 
 
 def _count_unselected_bytes(model: Transformer, cache: Breakdown, seq: int) -> float:

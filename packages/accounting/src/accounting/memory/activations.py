@@ -18,7 +18,7 @@ from accounting.model.formulas import Table, evaluate, read_tables
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan, validate_plan
 from accounting.precision import get_itemsize
-from accounting.workload import WORKLOAD, Workload, build_workload
+from accounting.workload import Workload, build_workload
 
 _TENSORS = read_tables("memory/activations.toml")
 #: Number of tensors that functions of several operators in transformers save, besides their input
@@ -26,7 +26,7 @@ _TENSORS = read_tables("memory/activations.toml")
 _WRITTEN_OUT = {"quick_gelu": 1, "gelu_python": 2, "gelu_new": 3, "xielu": 4, "gelu_fast": 6}
 
 
-@checks.validate(*WORKLOAD)
+@checks.validate()
 def count_activation_bytes(
     model: Transformer,
     plan: Plan | None = None,
@@ -151,6 +151,8 @@ def _collect_sizes(model: Transformer, plan: Plan, work: Workload) -> Table:
 def _collect_layer_variables(model: Transformer, plan: Plan, work: Workload) -> Table:
     """Return the variables of the layer formulas, as a mapping from name to value."""
     dense = len(model.mlp_layers or ())
+    # In transformers, a layer whose window is at most `seq` saves a mask.
+    is_masked = work.transformers and model.window is not None and work.seq >= model.window.size
     return _collect_sizes(model, plan, work) | {
         "m": model,
         "mla": model.mla,
@@ -169,17 +171,11 @@ def _collect_layer_variables(model: Transformer, plan: Plan, work: Workload) -> 
         "fed": 0 if model.parallel_block and model.norms_per_layer == 1 else dense,
         "x": len(model.expert_layers),
         "transformers": work.transformers,
-        "masked": _count_masked_layers(model, work),
+        "masked": len(model.windowed_layers) if is_masked else 0,
         "flash": work.flash,
         "dropout": work.dropout,
         "scores": not work.flash and plan.recompute == "none",
     }
-
-
-def _count_masked_layers(model: Transformer, work: Workload) -> int:
-    """Return the number of layers that save a mask: in transformers, with a window <= `seq`."""
-    is_masked = model.window is not None and work.seq >= model.window.size
-    return len(model.windowed_layers) if work.transformers and is_masked else 0
 
 
 def _count_hidden_tensors(model: Transformer, work: Workload) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dis
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -87,13 +85,11 @@ class _FakeCopies(TorchFunctionMode):
 def copy_with(fakes: FakeTensors, module: nn.Module) -> nn.Module:
     """Return a copy of `module` in which all tensors are fake.
 
-    Raises `ValueError` if the module cannot be copied, has tensors that are not dense, or has hooks
-    that a copy would lose or share with the module.
+    Raises `ValueError` if the module cannot be copied, has tensors that are not dense, or has
+    hooks.
     """
+    memo = {id(tensor): fakes.convert(tensor) for tensor in module.parameters()}
     _refuse_hooks(module)
-    memo: dict[int, Any] = {}
-    for tensor in module.parameters():
-        memo[id(tensor)] = fakes.convert(tensor)
     with _FakeCopies(fakes):
         try:
             return copy.deepcopy(module, memo)
@@ -104,7 +100,7 @@ def copy_with(fakes: FakeTensors, module: nn.Module) -> nn.Module:
 
 
 def _refuse_hooks(module: nn.Module) -> None:
-    """Raise `ValueError` for hooks that a copy of the module would lose or share."""
+    """Raise `ValueError` for hooks, which a copy of the module would lose or share with it."""
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(
@@ -113,28 +109,8 @@ def _refuse_hooks(module: nn.Module) -> None:
             )
     for name, part in module.named_modules():
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        for hook in (hook for kind in kinds for hook in getattr(part, kind).values()):
-            if any(isinstance(value, _SHARED) for value in _list_shared_values(hook)):
-                raise ValueError(
-                    f"a hook of {name or type(part).__name__} uses tensors, modules or containers "
-                    "besides its arguments, which a copy would share; use Ledger around a real step"
-                )
-
-
-def _list_shared_values(hook: Any) -> list[Any]:
-    """Return the global and enclosing variables and the defaults that a function uses.
-
-    `copy.deepcopy` does not copy them. The list is empty for other callables.
-    """
-    function = getattr(hook, "__func__", hook)
-    if not inspect.isfunction(function):
-        return []
-    # `inspect.getclosurevars` would also return globals with the name of an attribute.
-    code = dis.get_instructions(function)
-    names = {step.argval for step in code if step.opname == "LOAD_GLOBAL"}
-    used = [function.__globals__.get(name) for name in names]
-    used += [cell.cell_contents for cell in function.__closure__ or ()]
-    return [*used, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-
-
-_SHARED = (Tensor, nn.Module, list, dict, set)
+        if any(getattr(part, kind) for kind in kinds):
+            raise ValueError(
+                f"{name or type(part).__name__} has hooks, which a copy would share; remove them, "
+                "or use Ledger around a real step"
+            )

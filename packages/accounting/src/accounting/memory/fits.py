@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -78,9 +78,8 @@ def fits(
     Raises `ValueError` if a step depends on the values of tensors, which fake tensors do not have,
     or if it runs an operator with hidden memory, such as a fused LSTM. Also raises `ValueError` for
     a module that a fake copy cannot represent: one that has lazy or sharded parameters, sparse
-    tensors, `torch.compile`, or hooks on gradients. The same holds for a module that reads
-    parameters of another module, or whose hooks use tensors, modules or containers besides their
-    arguments.
+    tensors, `torch.compile`, or hooks of modules or gradients. The same holds for a module that
+    reads parameters of another module.
     """
     from torch._subclasses import fake_tensor
 
@@ -118,12 +117,17 @@ def fits(
         with mode, ledger:
             for _ in range(2):
                 ledger.phase = "activations"
-                with _autocast(devices, autocast):
+                with ExitStack() as stack:
+                    for kind in devices:
+                        enabled = autocast is not None
+                        stack.enter_context(torch.autocast(kind, autocast, enabled=enabled))
                     result = (loss or _compute_loss)(_call(shadow, inputs))
                 _backward(result, ledger)
                 del result
                 ledger.phase = "optimizer"
-                _update(shadow, optimizer_copy)
+                if optimizer_copy is not None:
+                    optimizer_copy.step()
+                shadow.zero_grad()
     except (
         fake_tensor.DataDependentOutputException,
         fake_tensor.DynamicOutputShapeException,
@@ -214,14 +218,6 @@ def _build_optimizer(optimizer: Any, module: nn.Module) -> optim.Optimizer | Non
     return built
 
 
-def _autocast(devices: Iterable[str], dtype: torch.dtype | None) -> ExitStack:
-    """Return a context with autocast to `dtype` on each kind of device; None disables autocast."""
-    stack = ExitStack()
-    for device in devices:
-        stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
-    return stack
-
-
 def _call(module: nn.Module, sample: Any) -> Any:
     if isinstance(sample, dict):
         return module(**sample)
@@ -236,14 +232,6 @@ def _backward(result: Tensor, ledger: Ledger) -> None:
         )
     ledger.phase = "backward"
     result.backward()
-
-
-def _update(module: nn.Module, optimizer: optim.Optimizer | None) -> None:
-    if optimizer is None:
-        module.zero_grad()
-    else:
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def _compute_loss(output: Any) -> Tensor:

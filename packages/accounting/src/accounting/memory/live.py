@@ -100,10 +100,8 @@ class LiveMemory(TorchDispatchMode):
                 # An mkldnn tensor has no storage; its memory is freed with the tensor.
                 self._count_block(inner, id(inner), inner.numel() * inner.element_size(), operator)
             else:
-                self._count_storage(inner.untyped_storage(), operator)
-
-    def _count_storage(self, storage: torch.UntypedStorage, operator: str) -> None:
-        self._count_block(storage, storage._cdata, storage.nbytes(), operator)
+                storage = inner.untyped_storage()
+                self._count_block(storage, storage._cdata, storage.nbytes(), operator)
 
     def _count_block(self, owner: object, key: int, nbytes: int, operator: str) -> None:
         size = -(-nbytes // self.rounding) * self.rounding
@@ -121,7 +119,7 @@ class LiveMemory(TorchDispatchMode):
             self.live_bytes += size - known.nbytes
 
     def _record_resize(self, storage: torch.UntypedStorage) -> None:
-        self._count_storage(storage, "resize_")
+        self._count_block(storage, storage._cdata, storage.nbytes(), "resize_")
         self._record_live_bytes("resize_")
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:

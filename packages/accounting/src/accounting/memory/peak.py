@@ -25,10 +25,10 @@ from accounting.memory.states import (
 from accounting.model.transformer import Transformer, list_matrices
 from accounting.plan import Plan, split, validate_plan
 from accounting.precision import Precision, get_itemsize
-from accounting.workload import WORKLOAD, Workload, build_workload
+from accounting.workload import Workload, build_workload
 
 
-@checks.validate(*WORKLOAD)
+@checks.validate()
 def peak_memory(
     model: Transformer,
     plan: Plan | None = None,
@@ -109,6 +109,9 @@ class _Step:
         )
         self.cast_weights = count_cast_weight_bytes(model, plan, self.kind)
         self.is_gathered = plan.zero == 3 and plan.data > 1
+        # The number of parameters with gradients after the backward of the head. If ZeRO-3 gathers
+        # the weights, `unsharded` contains these gradients.
+        self.after_head = 0 if self.is_gathered else count_head_parameters(model, plan)
         self.unsharded = _Unsharded(model, plan, self.kind)
         self.saved = count_activation_bytes(model, plan, work)
 
@@ -130,16 +133,9 @@ class _Step:
         norm = count_final_norm_bytes(self.model, self.plan, self.work)
         if norm.total:
             ends = unsharded.count_gathered_bytes(0, unsharded.head_gradient)
-            after = self.count_gradients_after_head()
-            yield self._build_moment("in the final norm", cast, ends, saved, norm, gradients=after)
-
-    def count_gradients_after_head(self) -> int:
-        """Return the number of parameters whose gradients exist after the head's backward pass.
-
-        The result is 0 if ZeRO-3 gathers the weights, because `unsharded` then contains these
-        gradients.
-        """
-        return 0 if self.is_gathered else count_head_parameters(self.model, self.plan)
+            yield self._build_moment(
+                "in the final norm", cast, ends, saved, norm, gradients=self.after_head
+            )
 
     def iter_block_moments(self) -> Iterator[Breakdown]:
         """Yield the moments inside the blocks, from the last block to the first."""
@@ -164,7 +160,7 @@ class _Step:
                 last,
                 self._count_saved_before(model.layers - 1),
                 alive,
-                gradients=self.count_gradients_after_head() + inside,
+                gradients=self.after_head + inside,
             )
             if self.plan.zero == 3 and model.layers > 2:
                 yield from self._iter_middle_moments(part, alive, block_gradients)
@@ -204,15 +200,11 @@ class _Step:
 
     def build_optimizer_moment(self, foreach: bool) -> Breakdown:
         """Return the live tensors while the optimizer computes its square roots."""
-        roots = self._count_root_bytes(foreach)
-        return self._build_moment("in the optimizer", roots, gradients=self.parameters)
-
-    def _count_root_bytes(self, foreach: bool) -> Breakdown:
-        """Return the bytes of the square roots of second moments that exist at once."""
         elements = self.parameters if foreach else self._count_most_root_elements()
         shard = split(elements, self.plan.data if self.plan.zero else 1)
         size = get_itemsize(self.kind.moments[-1]) if self.kind.moments else Fraction(0)
-        return multiply("square roots", "B", parameters=shard, bytes=size)
+        roots = multiply("square roots", "B", parameters=shard, bytes=size)
+        return self._build_moment("in the optimizer", roots, gradients=self.parameters)
 
     def _count_most_root_elements(self) -> int:
         """Return the largest number of temporary elements if parameters are updated one by one.

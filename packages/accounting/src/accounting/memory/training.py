@@ -26,10 +26,10 @@ from accounting.memory.states import (
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan, count_in_flight, split, validate_plan
 from accounting.precision import Precision, get_itemsize
-from accounting.workload import WORKLOAD, Workload, build_workload
+from accounting.workload import Workload, build_workload
 
 
-@checks.validate(*WORKLOAD, stage=0)
+@checks.validate(stage=0)
 def training_memory(
     model: Transformer,
     plan: Plan | None = None,

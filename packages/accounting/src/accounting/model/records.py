@@ -79,7 +79,6 @@ class Matrix:
         return min(tensor, self.kv_heads or kv_heads) if self.split == "heads" else tensor
 
 
-@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class MLA:
     """Multi-head latent attention, which compresses keys and values into a latent (DeepSeek-V2)."""
@@ -106,7 +105,6 @@ class MLA:
             )
 
 
-@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Experts:
     """A mixture of experts that replaces the MLP of a layer."""
@@ -135,7 +133,6 @@ class Experts:
             )
 
 
-@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Window:
     """Sliding-window or chunked attention, in which a query attends to about `size` keys."""

@@ -26,7 +26,6 @@ class DerivedSize(int):
     """A size that was not passed, so `dataclasses.replace` derives it again."""
 
 
-@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
     """A transformer described by its sizes.
@@ -122,6 +121,13 @@ class Transformer:
     #: Additional matrices that are specific to a family.
     extra: tuple[Matrix, ...] = ()
     name: str = "transformer"
+
+    def __new__(cls, **sizes: Any) -> Transformer:
+        """Raise `ValueError` for a derived size of 0, unless the model has `heads=0`."""
+        for name in cls.derived_sizes:
+            if sizes.get(name) == 0 and sizes.get("heads") != 0:
+                raise ValueError(f"expected {name} >= 1, got 0; omit it to derive it")
+        return super().__new__(cls)
 
     @classmethod
     def from_hf(cls, config: str | PathLike[str] | Mapping[str, Any] | object) -> Transformer:

@@ -14,7 +14,6 @@ from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import Precision, get_recipe
 from accounting.search.plans import (
-    AXES,
     MEMORY_FRACTION,
     FittingPlan,
     find_least_memory,
@@ -119,7 +118,7 @@ class Answer:
     __str__ = explain
 
 
-@checks.validate(*AXES, usd_per_hour=0)
+@checks.validate(usd_per_hour=0)
 def plan_for(
     model: Transformer,
     *,

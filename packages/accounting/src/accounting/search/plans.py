@@ -48,7 +48,7 @@ class FittingPlan:
     step_seconds: float
 
 
-@checks.validate(*AXES)
+@checks.validate()
 def plans_that_fit(
     model: Transformer,
     *,
@@ -89,6 +89,8 @@ def plans_that_fit(
     """
     start = time.monotonic()
     device, kind = find(hardware), get_recipe(precision)
+    for name in fixed:
+        checks.require_choice("a fixed field", name, AXES)
     checks.validate_fields(Plan, fixed, **CHOICES)
     _check_degrees(model, devices, fixed)
     capacity = device.memory_bytes if memory_bytes is None else memory_bytes

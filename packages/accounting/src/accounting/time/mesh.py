@@ -26,19 +26,12 @@ from accounting import checks
 class MeshBatch:
     """The smallest compute-bound batch on a mesh, in tokens."""
 
-    #: FSDP shards X.
-    fsdp: int
-    #: Tensor-parallel ranks Y.
-    tensor: int
     #: Ratio C / W of operations per second to bytes per second of one axis.
     alpha: float
     #: Tokens per device.
     per_device: float
-
-    @property
-    def tokens(self) -> float:
-        """The number of tokens in the whole batch."""
-        return self.per_device * self.fsdp * self.tensor
+    #: Tokens of the whole batch.
+    tokens: float
 
 
 @checks.validate()
@@ -71,4 +64,4 @@ def compute_bound_batch(
     per_device = alpha / (tensor * fsdp_axes)
     if comms == "summed":
         per_device /= 1 - tensor_fraction
-    return MeshBatch(fsdp=fsdp, tensor=tensor, alpha=alpha, per_device=per_device)
+    return MeshBatch(alpha=alpha, per_device=per_device, tokens=per_device * fsdp * tensor)

@@ -52,9 +52,9 @@ IN_SHARED_MEMORY: dict[str, Function] = {
 }
 
 
-def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None:
+def run(comm: Communicator, call: Call, *tensors: Tensor) -> None:
     """Run a collective on one flat tensor, or on (output, input) with parts of equal size."""
-    algorithm = _prepare(comm, call, packed, max(tensor.nbytes for tensor in tensors))
+    algorithm = _prepare(comm, call, max(tensor.nbytes for tensor in tensors))
     topology = comm.topology
     kind = call.steps
     # The arguments that follow the tensors: the op or the root, if the collective has one.
@@ -65,32 +65,30 @@ def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None
         arguments = ()
     if algorithm == "shared_memory":
         shared = [topology.find_shared_copies(tensors[0])] if kind == "all_reduce" else []
-        IN_SHARED_MEMORY[kind](topology.require_arena(), *tensors, *arguments, packed, *shared)
+        IN_SHARED_MEMORY[kind](topology.require_arena(), *tensors, *arguments, call.packed, *shared)
     elif algorithm == "hierarchical":
         root = call.root if kind == "broadcast" else None
         # Only the leaders receive messages of other hosts.
         comm.operation.participants = hierarchical.list_host_leaders(topology.hosts, root)
         HIERARCHICAL[kind](
-            topology.arena, comm.point_to_point, topology.hosts, *tensors, *arguments, packed
+            topology.arena, comm.point_to_point, topology.hosts, *tensors, *arguments, call.packed
         )
     elif algorithm == NATIVE:
-        _run_gloo(comm, call, packed, *tensors)
+        _run_gloo(comm, call, *tensors)
     else:
         BY_MESSAGES[algorithm][kind](comm.point_to_point, *tensors, *arguments)
 
 
 def all_to_all(
-    comm: Communicator,
-    call: Call,
-    packed: bytes,
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
+    comm: Communicator, call: Call, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> None:
     """Copy inputs[j] of rank i to outputs[i] of rank j, for all i and j."""
-    if _uses_shared_memory(comm, call):
-        protocol.all_to_all(comm.topology.require_arena(), outputs, inputs, packed)
+    arena = comm.topology.arena
+    # Without the engine, messages are used on one host too.
+    if arena is not None and arena.has_engine and _uses_shared_memory(comm, call):
+        protocol.all_to_all(arena, outputs, inputs, call.packed)
         return
-    compare_calls(comm, packed)
+    compare_calls(comm, call)
     local = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
     comm.operation.lengths = local
     # Always compare at least the part that this rank sends to itself: `copy_` would silently
@@ -124,20 +122,20 @@ def make_job(comm: Communicator, call: Call, out: Tensor, source: Tensor) -> Job
     return protocol.make_job(arena, call.kind, call.packed, out, source, call.op, call.root, shared)
 
 
-def barrier(comm: Communicator, packed: bytes) -> None:
+def barrier(comm: Communicator, call: Call) -> None:
     """Wait until every rank has made this call."""
-    compare_calls(comm, packed)
+    compare_calls(comm, call)
     if not comm.topology.is_single_host:
         synchronize = torch.zeros(1, dtype=torch.uint8, device="cpu")
         tree.all_reduce(comm.point_to_point, synchronize, "SUM")
 
 
-def _prepare(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
+def _prepare(comm: Communicator, call: Call, size: int) -> str:
     """Return the algorithm of a call, after comparing the call with the other ranks' calls."""
     if _uses_shared_memory(comm, call):
         # The shared-memory algorithm compares calls itself, at a tick that it needs anyway.
         return "shared_memory"
-    compare_calls(comm, packed)
+    compare_calls(comm, call)
     if call.algorithm != "auto":
         return call.algorithm
     if comm.world_size == 1:
@@ -145,8 +143,8 @@ def _prepare(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
     if call.kind == "all_to_all":
         # This is an all-to-all of equal parts that gloo can run. The number of gloo groups is
         # checked when the call runs, because earlier calls may still create groups.
-        return NATIVE if comm.gloo.has_room_for(packed) else "ring"
-    return _choose(comm, call, packed, size)
+        return NATIVE if comm.gloo.has_room_for(call.packed) else "ring"
+    return _choose(comm, call, size)
 
 
 def _uses_shared_memory(comm: Communicator, call: Call) -> bool:
@@ -156,8 +154,9 @@ def _uses_shared_memory(comm: Communicator, call: Call) -> bool:
     return call.algorithm == "shared_memory"
 
 
-def compare_calls(comm: Communicator, packed: bytes) -> None:
+def compare_calls(comm: Communicator, call: Call) -> None:
     """Compare the ranks' calls: always on one host, between hosts only inside `checked`."""
+    packed = call.packed
     if comm.topology.is_single_host:
         protocol.barrier(comm.topology.require_arena(), packed)
     elif comm.operation.compares_calls:
@@ -165,16 +164,16 @@ def compare_calls(comm: Communicator, packed: bytes) -> None:
     comm.point_to_point.tag_by(packed)
 
 
-def _choose(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
+def _choose(comm: Communicator, call: Call, size: int) -> str:
     """Return the algorithm with the lowest predicted time; measure the collective if necessary."""
     native = (
         size > 0
         and comm.gloo.can_run(call.kind, call.dtype, call.op)
-        and comm.gloo.has_room_for(packed)
+        and comm.gloo.has_room_for(call.packed)
     )
     if call.steps not in comm.cost_models:
         comm.cost_models[call.steps] = _measure(comm, call.steps)
-        comm.point_to_point.tag_by(packed)
+        comm.point_to_point.tag_by(call.packed)
     key = call.steps, size, native
     if key not in comm.choices:
         model = comm.cost_models[call.steps]
@@ -228,7 +227,7 @@ def _run_probe(comm: Communicator, kind: str, algorithm: str, size: int) -> None
     whole = torch.zeros(part_numel * comm.world_size, dtype=call.dtype, device="cpu")
     part = torch.zeros(part_numel, dtype=call.dtype, device="cpu")
     pairs = {"reduce_scatter": (part, whole), "all_gather": (whole, part)}
-    run(comm, call, call.packed, *pairs.get(kind, (whole,)))
+    run(comm, call, *pairs.get(kind, (whole,)))
 
 
 def validate(comm: Communicator, kind: str, algorithm: str, dtype: torch.dtype, op: str) -> None:
@@ -246,13 +245,14 @@ def validate(comm: Communicator, kind: str, algorithm: str, dtype: torch.dtype, 
         )
 
 
-def _run_gloo(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None:
+def _run_gloo(comm: Communicator, call: Call, *tensors: Tensor) -> None:
     """Run a call by gloo's own collective, unless its tensors are empty."""
     # gloo rejects empty tensors. All ranks have the same sizes, so all of them return.
     if not tensors[0].numel():
         return
-    if packed not in comm.gloo.groups:
+    if call.packed not in comm.gloo.groups:
         # gloo cannot be interrupted while it connects, so ranks that make different calls must
         # time out in these messages instead.
         gather_by_messages(comm.point_to_point, b"connect")
-    comm.gloo.run(call.kind, packed, tensors, call.op, call.root, comm.point_to_point.seconds_left)
+    seconds = comm.point_to_point.seconds_left
+    comm.gloo.run(call.kind, call.packed, tensors, call.op, call.root, seconds)

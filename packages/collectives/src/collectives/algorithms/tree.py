@@ -34,7 +34,14 @@ def list_ranges(rank: int, world_size: int) -> list[tuple[int, int, int]]:
 
 def all_reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
     """Reduce the flat tensor over all ranks, in place."""
-    run_in_wide_blocks(flat, lambda block: _all_reduce(point_to_point, block, op))
+
+    def reduce_block(block: Tensor) -> None:
+        reduce(point_to_point, block, op)
+        if point_to_point.rank == 0:
+            average(op, block, point_to_point.world_size)
+        broadcast(point_to_point, block, 0)
+
+    run_in_wide_blocks(flat, reduce_block)
 
 
 def broadcast(point_to_point: PointToPoint, flat: Tensor, source: int) -> None:
@@ -69,10 +76,3 @@ def run_in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
         block = piece.to(wide)
         step(block)
         piece.copy_(block)
-
-
-def _all_reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
-    reduce(point_to_point, flat, op)
-    if point_to_point.rank == 0:
-        average(op, flat, point_to_point.world_size)
-    broadcast(point_to_point, flat, 0)

@@ -73,6 +73,8 @@ def describe(group: Any = None) -> Description:
     comm = get_communicator(group)
     topology = comm.topology
     reason = engine.explain_refusal()
+    if topology.arena is not None and not topology.arena.has_engine:
+        reason = reason or "another rank of this host has no engine or another one"
     return Description(
         rank=comm.rank,
         hosts=tuple(tuple(host) for host in topology.hosts),

@@ -16,16 +16,12 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from collectives.shared_memory import engine
 from collectives.shared_memory import segment as memory
 from collectives.shared_memory.arena import ARENA_BYTES, Arena, is_available
 from collectives.shared_memory.protocol import Shared
 from collectives.shared_memory.segment import HEADER_BYTES, Address, identify_host
 from collectives.store import fetch
-
-# Number of views of one allocation that are cached.
-MAX_VIEWS = 4096
-# The other ranks' views of an allocation, by offset, size and dtype.
-Views = dict[tuple[int, int, torch.dtype], list[Tensor]]
 
 
 class Topology:
@@ -48,20 +44,23 @@ class Topology:
         self._deadline = deadline
         mappings, addresses = self._exchange_segments("arena", ARENA_BYTES, range(world_size))
         reachable = [rank for rank in range(world_size) if mappings[rank] is not None]
-        texts = self._gather_texts("reach", json.dumps(reachable), range(world_size))
+        text = json.dumps([reachable, engine.get_name()])
+        reports = [json.loads(t) for t in self._gather_texts("reach", text, range(world_size))]
         #: The ranks of the group by host.
-        self.hosts = group_by_host([json.loads(text) for text in texts])
+        self.hosts = group_by_host([reached for reached, _ in reports])
         self.local_ranks = next(host for host in self.hosts if rank in host)
         #: The memory that the ranks of this host share, or None.
         self.arena: Arena | None = None
         if mappings[rank] is not None:
             local_mappings = [mappings[r] for r in self.local_ranks]
+            engines = {reports[r][1] for r in self.local_ranks}
             self.arena = Arena(
                 [mapping for mapping in local_mappings if mapping is not None],
                 [addresses[r].pid for r in self.local_ranks],
                 self.local_ranks.index(rank),
                 group_ranks=self.local_ranks,
                 timeout=timeout,
+                has_engine=len(engines) == 1 and "" not in engines,
             )
         #: For each rank that does not share memory with this rank, the reason.
         self.why_not = {
@@ -77,9 +76,9 @@ class Topology:
         if self.arena is not None:
             self.arena.is_whole_group = self.is_single_host
         self._num_allocations = 0
-        # Maps the address of this rank's tensor to the number of its allocation, the other ranks'
-        # tensors, and the cached views of these tensors.
-        self._shared: dict[int, tuple[int, list[Tensor], Views]] = {}
+        # Maps the address of this rank's tensor to the number of its allocation and the other
+        # ranks' tensors.
+        self._shared: dict[int, tuple[int, list[Tensor]]] = {}
 
     def require_arena(self) -> Arena:
         """Return the arena of a group whose ranks are known to share memory."""
@@ -105,7 +104,7 @@ class Topology:
         position = self.local_ranks.index(self._rank)
         tensor = tensors.pop(position)
         base = tensor.untyped_storage().data_ptr()
-        self._shared[base] = (self._num_allocations, tensors, {})
+        self._shared[base] = (self._num_allocations, tensors)
         # The tensor's storage refers to its mapping. When the tensor is freed, so is the mapping,
         # and this rank unmaps the other ranks' tensors.
         weakref.finalize(mappings[position], self._shared.pop, base, None)
@@ -117,18 +116,11 @@ class Topology:
         entry = self._shared.get(storage)
         if entry is None:
             return None
-        allocation, peers, views = entry
+        allocation, peers = entry
         offset = flat.data_ptr() - storage
-        size = flat.numel() * flat.element_size()
-        # Training steps repeat the same views (a bucket, a parameter).
-        copies = views.get((offset, size, flat.dtype))
-        if copies is None:
-            copies = [t.view(torch.uint8)[offset : offset + size].view(flat.dtype) for t in peers]
-            if len(views) >= MAX_VIEWS:
-                views.clear()
-            views[offset, size, flat.dtype] = copies
-        position = self.local_ranks.index(self._rank)
-        return Shared([*copies[:position], flat, *copies[position:]], allocation, offset)
+        addresses = [peer.data_ptr() + offset for peer in peers]
+        addresses.insert(self.local_ranks.index(self._rank), flat.data_ptr())
+        return Shared(addresses, allocation, offset)
 
     def _exchange_segments(
         self, key: str, size: int, ranks: Sequence[int]

@@ -3,7 +3,7 @@
 It runs once per collective, set of hosts and numbers of ranks, in the first automatic call. Later
 groups of the process reuse it. The algorithms run in interleaved rounds. A round counts the time of
 the slowest rank, and the result is the median over the rounds. An algorithm replaces gloo's own
-collective only if it won at least `MIN_WINS` of the rounds, so close cases are measured for longer.
+collective only if it won at least `MIN_WINS` of the rounds.
 """
 
 import time
@@ -15,17 +15,13 @@ import torch
 
 from collectives.algorithms import tree
 from collectives.algorithms.point_to_point import PointToPoint
-from collectives.choice.cost import MIN_WINS, NATIVE, CostModel, Sample, list_candidates
+from collectives.choice.cost import NATIVE, CostModel, Sample, list_candidates
 
 # Number of calls per algorithm and round, by size in bytes.
 CALLS_PER_ROUND = {1 << 10: 12, 16 << 10: 8, 64 << 10: 4, 256 << 10: 3, 1 << 20: 2, 8 << 20: 1}
 MAX_ROUNDS = 25
 # Time per size after which no further round starts.
 SECONDS_PER_SIZE = 0.3
-# If an algorithm's fraction of won rounds is within CLOSE_WINS of the required fraction, the limits
-# on rounds and time are multiplied by CLOSE_FACTOR.
-CLOSE_WINS = 0.2
-CLOSE_FACTOR = 3
 # For a group with a short timeout, the time per size is limited to this fraction of the timeout.
 TIMEOUT_FRACTION = 1 / 40
 
@@ -53,7 +49,7 @@ def tune(
     samples = []
     for size, calls in CALLS_PER_ROUND.items():
         functions = [partial(call, name, size) for name in algorithms]
-        seconds = _measure_rounds(functions, calls, point_to_point, native=native)
+        seconds = _measure_rounds(functions, calls, point_to_point)
         slowest = torch.tensor(seconds, dtype=torch.float64, device="cpu")
         tree.all_reduce(point_to_point, slowest.view(-1), "MAX")
         # The first round includes the time to connect.
@@ -68,11 +64,7 @@ def tune(
 
 
 def _measure_rounds(
-    functions: Sequence[Callable[[], object]],
-    calls: int,
-    point_to_point: PointToPoint,
-    *,
-    native: bool,
+    functions: Sequence[Callable[[], object]], calls: int, point_to_point: PointToPoint
 ) -> list[list[float]]:
     """Return the seconds per call of each function, by round: seconds[round][function]."""
     max_seconds = min(SECONDS_PER_SIZE, point_to_point.seconds_left * TIMEOUT_FRACTION)
@@ -81,9 +73,8 @@ def _measure_rounds(
     is_finished = False
     while not is_finished:
         seconds.append([_measure_calls(function, calls, point_to_point) for function in functions])
-        factor = CLOSE_FACTOR if native and _is_any_set(point_to_point, _is_close(seconds)) else 1
-        is_late = time.perf_counter() > start_time + factor * max_seconds
-        is_finished = _is_any_set(point_to_point, is_late or len(seconds) >= factor * MAX_ROUNDS)
+        is_late = time.perf_counter() > start_time + max_seconds
+        is_finished = _is_any_set(point_to_point, is_late or len(seconds) >= MAX_ROUNDS)
         # The timeout detects ranks that do not respond; it does not limit the measurement.
         point_to_point.restart_deadline()
     return seconds
@@ -95,12 +86,6 @@ def _compute_win_rates(rounds: torch.Tensor) -> list[float]:
     rounds[i, j] is the time of algorithm j in round i, in seconds.
     """
     return [float(fraction) for fraction in (rounds < rounds[:, -1:]).double().mean(0)]
-
-
-def _is_close(seconds: Sequence[Sequence[float]]) -> bool:
-    """Return True if an algorithm's wins are close to the required fraction."""
-    rounds = torch.tensor(seconds, dtype=torch.float64, device="cpu")
-    return any(abs(won - MIN_WINS) < CLOSE_WINS for won in _compute_win_rates(rounds))
 
 
 def _measure_calls(

@@ -56,7 +56,6 @@ ARENA_BYTES = _DATA + CHUNK_BYTES
 _CALL_ROOM = 256
 _NOTE_ROOM = 64
 _MAX_BLAMED = (_DATA - _BLAMED) // 4
-_ALIGNMENT = 64
 # Every rank sums a whole tensor of at most this size, instead of one slice of it.
 ONE_SHOT_BYTES = 32 * 1024
 # Tensors in shared memory are summed in pieces of this size.
@@ -83,6 +82,7 @@ class Arena:
         rank: the position of this rank.
         group_ranks: the ranks in the group, by position.
         timeout: the longest wait for a rank, in seconds.
+        has_engine: True if all ranks have the same engine.
     """
 
     def __init__(
@@ -93,11 +93,13 @@ class Arena:
         *,
         group_ranks: Sequence[int],
         timeout: float,
+        has_engine: bool,
     ) -> None:
         self.rank = rank
         self.world_size = len(mappings)
         self.timeout = timeout
         self.group_ranks = group_ranks
+        self.has_engine = has_engine
         #: False if the group has ranks on other hosts, whose reports may name another cause.
         self.is_whole_group = True
         self._pids = pids
@@ -125,9 +127,9 @@ class Arena:
         #: The other ranks' processes, by position. A rank whose own set-up is complete may already
         #: have left the group and ended.
         self._processes = {i: PeerProcess(pids[i]) for i in self._others}
-        self._library = engine.get_library()
+        self._library = engine.get_library() if has_engine else None
         self._addresses = engine.make_address_array(
-            [torch.frombuffer(m, dtype=torch.uint8) for m in self._memory]
+            [torch.frombuffer(m, dtype=torch.uint8).data_ptr() for m in self._memory]
         )
         self._shared = engine.Memory(
             rank=rank,
@@ -141,15 +143,10 @@ class Arena:
             calls=_CALLS,
             call_room=_CALL_ROOM,
             call_bytes=fingerprint.BYTES,
-            nan_at=fingerprint.NAN_OFFSET,
             notes=_NOTES,
             note_room=_NOTE_ROOM,
             data=_DATA,
             memory=self._addresses,
-        )
-        #: Bytes at the start of a slot that contain a rank's lengths in an all-to-all.
-        self.lengths_room = (
-            -(-2 * self.world_size * torch.int64.itemsize // _ALIGNMENT) * _ALIGNMENT
         )
         # The call and the note that the next job writes before its first tick.
         self._announced: tuple[bytes | None, bytes | None] = None, None
@@ -252,8 +249,8 @@ class Arena:
             self._check_peers(tick, deadline)
         if status == engine.MISMATCH:
             # Either the calls or the lengths of an all-to-all differ.
-            self.read_notes()
-            self.read_lengths()
+            self.compare_calls()
+            self.compare_lengths()
 
     def put(self, job: engine.Job | None) -> None:
         """Queue a job for `serve`; None makes `serve` return. The queue has no length limit."""
@@ -333,31 +330,27 @@ class Arena:
     # ----- fingerprints, notes and slots -----
 
     def announce(self, packed: bytes, note: bytes = b"") -> None:
-        """Write this rank's call before the next tick, and a note that may differ between ranks."""
+        """Write this rank's call before the next tick.
+
+        A note may differ between ranks; only the engine reads it.
+        """
         if self._library is not None:
             self._announced = packed, note or None
             return
-        memory, cell = self._memory[self.rank], (self.tick + 1) & 1
-        at = _CALLS + cell * _CALL_ROOM
-        memory[at : at + len(packed)] = packed
-        at = _NOTES + cell * _NOTE_ROOM
-        memory[at : at + len(note)] = note
+        at = _CALLS + ((self.tick + 1) & 1) * _CALL_ROOM
+        self._memory[self.rank][at : at + len(packed)] = packed
 
-    def read_notes(self, length: int = 0) -> list[bytes]:
-        """Return all ranks' notes after the tick; raise Mismatch if the calls differ."""
-        cell = self.tick & 1
-        at = _CALLS + cell * _CALL_ROOM
+    def compare_calls(self) -> None:
+        """Raise Mismatch if the ranks have announced different calls before the last tick."""
+        at = _CALLS + (self.tick & 1) * _CALL_ROOM
         calls = [bytes(memory[at : at + fingerprint.BYTES]) for memory in self._memory]
         fingerprint.compare(calls, self.group_ranks)
-        at = _NOTES + cell * _NOTE_ROOM
-        return [bytes(memory[at : at + length]) for memory in self._memory]
 
-    def read_lengths(self) -> list[Lengths]:
-        """Return all ranks' lengths in an all-to-all; raise Mismatch if they do not match."""
+    def compare_lengths(self) -> None:
+        """Raise Mismatch if the ranks' lengths in an all-to-all do not match."""
         rows = [slot[: 2 * self.world_size].tolist() for slot in self.get_slots(torch.int64)]
         lengths = [Lengths(row[: self.world_size], row[self.world_size :]) for row in rows]
         fingerprint.compare_lengths(dict(enumerate(lengths)), self.group_ranks)
-        return lengths
 
     def get_slots(self, dtype: torch.dtype, *, ahead: int = 0) -> list[Tensor]:
         """Return all ranks' slots of the last tick, or `ahead` ticks later, as `dtype`."""

@@ -40,7 +40,7 @@ enum { NAPS = 40, NAP_NANOSECONDS = 1000000, NOTE_BYTES = 16 };
 typedef struct {
     int64_t rank, world_size, tick, slot_bytes, one_shot_bytes, piece_bytes;
     /* Offsets in a rank's memory: see arena.py. */
-    int64_t sleepers, failure, calls, call_room, call_bytes, nan_at, notes, note_room, data;
+    int64_t sleepers, failure, calls, call_room, call_bytes, notes, note_room, data;
     int64_t crowded_until; /* other programs use this core: a value of nanoseconds() */
     int64_t completed;     /* the last tick at which this rank has finished its wait */
     char **memory;
@@ -184,13 +184,13 @@ static char *note(const Arena *a, int64_t rank) {
     return a->memory[rank] + a->notes + (a->tick & 1) * a->note_room;
 }
 
-/* Return 1 if all ranks have announced the same call without a NaN. */
+/* Return 1 if all ranks have announced the same call. */
 static int calls_agree(const Arena *a) {
     const int64_t cell = a->calls + (a->tick & 1) * a->call_room;
     const char *first = a->memory[0] + cell;
     for (int64_t rank = 1; rank < a->world_size; rank++)
         if (memcmp(first, a->memory[rank] + cell, a->call_bytes)) return 0;
-    return first[a->nan_at] == 0;
+    return 1;
 }
 
 /* Write this rank's call and note, which the other ranks read after the next tick. */

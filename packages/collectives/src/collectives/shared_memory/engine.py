@@ -3,9 +3,8 @@
 In Python a step of a collective costs microseconds and needs the GIL. An asynchronous call waits
 for the GIL at every step while the caller computes in Python. `engine.c` runs all steps of a call
 without the GIL. It is compiled on first use, which takes seconds, and cached in the user's cache
-folder. It runs the same steps in the same order as the Python implementation. The exception is a
-tensor that all ranks share, which it reduces in place if all of them use the engine. Therefore
-ranks with and without a compiler can take part in the same collective and get the same bits.
+folder. It computes the same bits as the Python implementation. The ranks of a host use the engine
+only if all of them have compiled the same one.
 """
 
 import ctypes
@@ -17,7 +16,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,13 +23,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 SOURCE = Path(__file__).with_name("engine.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-shared", "-fPIC")
 MAX_COMPILE_SECONDS = 120
-# The longest wait for another process that compiles, which takes seconds.
-MAX_LOCK_SECONDS = 20.0
 # Results of the engine's `run`: WAITING means that a peer has not reached the tick.
 WAITING = 1
 MISMATCH = 2
@@ -49,8 +44,8 @@ class Memory(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
             "rank", "world_size", "tick", "slot_bytes", "one_shot_bytes", "piece_bytes",
-            "sleepers", "failure", "calls", "call_room", "call_bytes", "nan_at", "notes",
-            "note_room", "data", "crowded_until", "completed",
+            "sleepers", "failure", "calls", "call_room", "call_bytes", "notes", "note_room",
+            "data", "crowded_until", "completed",
         )),
         ("memory", ctypes.POINTER(ctypes.c_void_p)),
     )  # fmt: skip
@@ -92,6 +87,11 @@ def get_library() -> ctypes.CDLL | None:
     return _load_engine().library
 
 
+def get_name() -> str:
+    """Return a name that differs for different engines, or an empty string without an engine."""
+    return _load_engine().name
+
+
 def explain_refusal() -> str:
     """Return the reason why the engine is not available, or an empty string if it is."""
     return _load_engine().reason
@@ -117,15 +117,16 @@ def is_done(job: Job | None) -> bool:
     return job is not None and bool(get_library_with_interpreter().is_done(job))
 
 
-def make_address_array(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    """Return the tensors' addresses as a C array."""
-    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+def make_address_array(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    """Return addresses as a C array."""
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 @dataclass(frozen=True)
 class _Compiled:
     """The result of compiling the engine."""
 
+    name: str = ""
     library: ctypes.CDLL | None = None
     library_with_interpreter: ctypes.CDLL | None = None
     #: The reason why the library is missing.
@@ -153,7 +154,7 @@ def _load_engine() -> _Compiled:
     for loaded in (library, with_interpreter):
         for name, types in FUNCTIONS.items():
             getattr(loaded, name).argtypes = [ctypes.POINTER(kind) for kind in types]
-    return _Compiled(library, with_interpreter)
+    return _Compiled(path.name, library, with_interpreter)
 
 
 def _find_folder() -> Path:
@@ -187,21 +188,8 @@ def _compute_name(compiler: str) -> str:
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Compile the engine to `path`, unless another process has done so meanwhile."""
-    import fcntl  # missing on Windows
-
-    # The ranks of a host start at the same time: one rank compiles while the other ranks wait.
-    # A stopped process may keep the lock, so a rank compiles without it after the deadline.
-    deadline = time.monotonic() + MAX_LOCK_SECONDS
-    with open(path.with_suffix(".lock"), "w") as lock:
-        while not path.exists() and time.monotonic() < deadline:
-            with suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(0.05)
-        if path.exists():
-            return
-        temporary = path.with_suffix(f".{os.getpid()}")
-        command = [compiler, *FLAGS, "-o", str(temporary), str(SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, timeout=MAX_COMPILE_SECONDS)
-        temporary.rename(path)
+    """Compile the engine to `path`; several ranks of a host may do so at the same time."""
+    temporary = path.with_suffix(f".{os.getpid()}")
+    command = [compiler, *FLAGS, "-o", str(temporary), str(SOURCE)]
+    subprocess.run(command, check=True, capture_output=True, timeout=MAX_COMPILE_SECONDS)
+    temporary.rename(path)

@@ -11,11 +11,10 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
-from torch import Tensor
 
 from collectives.algorithms.point_to_point import PointToPoint
 from collectives.errors import Mismatch
@@ -30,10 +29,8 @@ ALGORITHMS = ("auto", "shared_memory", "hierarchical", "ring", "tree", "gloo")
 OPS = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
 MAX_DIMS = 8
-_LAYOUT = struct.Struct(f"<6h2iQ{MAX_DIMS}q")
+_LAYOUT = struct.Struct(f"<5h2iQ{MAX_DIMS}q")
 BYTES = _LAYOUT.size
-# The offset of `has_nan` in `Call.packed`.
-NAN_OFFSET = struct.calcsize("<4h")
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,6 @@ class Call:
     op: str = ""
     root: int = 0
     algorithm: str = "auto"
-    has_nan: bool = False
     #: The number of tensors that are coalesced into this call.
     coalesced: int = 1
     #: A digest of the shapes, if there are several or more than `MAX_DIMS` dimensions; otherwise 0.
@@ -73,7 +69,6 @@ class Call:
             DTYPES.index(self.dtype),
             OPS.index(self.op),
             ALGORITHMS.index(self.algorithm),
-            self.has_nan,
             len(self.shape),
             self.root,
             self.coalesced,
@@ -86,7 +81,7 @@ class Call:
     def unpack(raw: bytes) -> "Call":
         """Return the call of a fingerprint; the last of `MAX_DIMS` dimensions may be a product."""
         fields = _LAYOUT.unpack(raw)
-        kind, dtype, op, algorithm, has_nan, ndim, root, coalesced, digest, *dims = fields
+        kind, dtype, op, algorithm, ndim, root, coalesced, digest, *dims = fields
         return Call(
             kind=CALL_KINDS[kind],
             shape=tuple(dims[:ndim]),
@@ -94,7 +89,6 @@ class Call:
             op=OPS[op],
             root=root,
             algorithm=ALGORITHMS[algorithm],
-            has_nan=bool(has_nan),
             coalesced=coalesced,
             digest=digest,
         )
@@ -128,20 +122,16 @@ def digest_shapes(shapes: tuple[tuple[object, ...], ...]) -> int:
 
 
 def compare(packed: Sequence[bytes], ranks: Sequence[int]) -> None:
-    """Raise the same Mismatch on every rank unless all fingerprints are equal and report no NaN.
+    """Raise the same Mismatch on every rank unless all fingerprints are equal.
 
     `ranks` are the ranks in the group, in the order of `packed`. The most frequent call is assumed
     to be correct; if several are equally frequent, the first of them.
     """
-    if packed.count(packed[0]) == len(packed) and not packed[0][NAN_OFFSET]:
+    if packed.count(packed[0]) == len(packed):
         return
     calls = [Call.unpack(raw) for raw in packed]
-    with_nan = [rank for rank, call in zip(ranks, calls, strict=True) if call.has_nan]
-    calls = [replace(call, has_nan=False) for call in calls]
     expected = Counter(calls).most_common(1)[0][0]
     deviating = {rank: call for rank, call in zip(ranks, calls, strict=True) if call != expected}
-    if not deviating:
-        raise Mismatch(f"{format_ranks(with_nan)} passed a NaN to {expected}", with_nan)
     differences = "; ".join(f"rank {rank} called {call}" for rank, call in deviating.items())
     raise Mismatch(
         f"ranks disagree: {differences}; rank {ranks[calls.index(expected)]} called {expected}. "
@@ -201,13 +191,6 @@ def gather_by_messages(point_to_point: PointToPoint, local: bytes) -> list[bytes
         )
         distance += num_rows
     return [row.numpy().tobytes() for row in rows.roll(rank, dims=0)]
-
-
-def has_nan(tensor: Tensor) -> bool:
-    """Return True if any element is a NaN."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return False
-    return bool(tensor.isnan().any())
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -36,8 +36,8 @@ _NOTE = struct.Struct("<qq")
 class Shared:
     """A tensor in memory that all ranks map."""
 
-    #: Every rank's copy.
-    copies: Sequence[Tensor]
+    #: The address of every rank's copy.
+    addresses: Sequence[int]
     #: The number of the allocation, and the tensor's offset in it in bytes.
     allocation: int
     offset: int
@@ -50,18 +50,14 @@ def all_reduce(
     if _run_in_engine(arena, "all_reduce", packed, flat, flat, op, shared=shared):
         return
     # The Python implementation cannot reduce in place, so all ranks copy through the slots.
-    arena.announce(packed, _pack_note(None))
-    pieces = split_into_pieces(flat, SLOT_BYTES // flat.element_size())
-    _copy_in(arena, pieces[0])
-    arena.sync()
-    # Ranks with a shared tensor have not copied the first piece yet.
-    must_repeat = any(note != _pack_note(None) for note in arena.read_notes(_NOTE.size))
+    arena.announce(packed)
     small = flat.numel() * flat.element_size() <= ONE_SHOT_BYTES
     scratch = _allocate_scratch(flat)
-    for i, piece in enumerate(pieces):
-        if i or must_repeat:
-            _copy_in(arena, piece)
-            arena.sync()
+    for i, piece in enumerate(split_into_pieces(flat, SLOT_BYTES // flat.element_size())):
+        _copy_in(arena, piece)
+        arena.sync()
+        if i == 0:
+            arena.compare_calls()
         if small or arena.world_size <= 2:
             reduce_into(op, _get_copies(arena, piece), piece, scratch)
         else:
@@ -84,7 +80,7 @@ def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, op: str, packed: byt
             slots[arena.rank][i * width :][:size].copy_(part[start : start + width])
         arena.sync()
         if start == 0:
-            arena.read_notes()
+            arena.compare_calls()
         parts = [slot[arena.rank * width :][:size] for slot in slots]
         reduce_into(op, parts, piece, scratch)
 
@@ -101,7 +97,7 @@ def all_gather(arena: Arena, out: Tensor, local: Tensor, packed: bytes) -> None:
         _copy_in(arena, piece)
         arena.sync()
         if start == 0:
-            arena.read_notes()
+            arena.compare_calls()
         for part, copied in zip(slices, _get_copies(arena, piece), strict=True):
             part[start : start + width].copy_(copied)
 
@@ -116,7 +112,7 @@ def broadcast(arena: Arena, flat: Tensor, source: int, packed: bytes) -> None:
             _copy_in(arena, piece)
         arena.sync()
         if i == 0:
-            arena.read_notes()
+            arena.compare_calls()
         if arena.rank != source:
             piece.copy_(_get_copies(arena, piece)[source])
 
@@ -124,71 +120,27 @@ def broadcast(arena: Arena, flat: Tensor, source: int, packed: bytes) -> None:
 def all_to_all(
     arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor], packed: bytes
 ) -> None:
-    """Copy inputs[j] of rank i to outputs[i] of rank j, for all i and j; lengths may differ."""
-    dtype = inputs[0].dtype
+    """Copy inputs[j] of rank i to outputs[i] of rank j, for all i and j; lengths may differ.
+
+    The arena must have the engine.
+    """
     lengths = [part.numel() for part in (*inputs, *outputs)]
     arena.announce(packed)
-    if engine.get_library() is not None:
-        job = arena.make_job(
-            "all_to_all",
-            itemsize=dtype.itemsize,
-            lengths=(ctypes.c_int64 * len(lengths))(*lengths),
-            inputs=engine.make_address_array(inputs),
-            outputs=engine.make_address_array(outputs),
-        )
-        arena.run_job(job)
-        return
-    _run_all_to_all_in_python(arena, outputs, inputs, lengths)
-
-
-def _run_all_to_all_in_python(
-    arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor], lengths: Sequence[int]
-) -> None:
-    """Run an all-to-all whose call has been announced.
-
-    A slot contains the 2 * world_size lengths that its rank sends and expects, and then a part for
-    each other rank.
-    """
-    dtype = inputs[0].dtype
-    rank = arena.rank
-    world_size = arena.world_size
-    head = arena.lengths_room
-    width = (SLOT_BYTES - head) // max(1, world_size - 1) // dtype.itemsize
-    raw = arena.get_slots(torch.uint8, ahead=1)
-    raw[rank][:head].view(torch.int64)[: 2 * world_size] = torch.tensor(lengths, device="cpu")
-    start = 0
-    longest = max(lengths[:world_size])
-    while start == 0 or start < longest:
-        slots = [slot[head:].view(dtype) for slot in raw]
-        for target, part in enumerate(inputs):
-            piece = part[start : start + width]
-            if target != rank:
-                offset = _get_part_index(target, rank) * width
-                slots[rank][offset:][: piece.numel()].copy_(piece)
-        arena.sync()
-        if start == 0:
-            arena.read_notes()
-            longest = max(max(of_rank.sends) for of_rank in arena.read_lengths())
-            outputs[rank].copy_(inputs[rank])
-        for source, part in enumerate(outputs):
-            piece = part[start : start + width]
-            if source != rank:
-                offset = _get_part_index(rank, source) * width
-                piece.copy_(slots[source][offset:][: piece.numel()])
-        raw = arena.get_slots(torch.uint8, ahead=1)
-        start += width
-
-
-def _get_part_index(target: int, owner: int) -> int:
-    """Return the index of the target's part in the slot of `owner`, which omits its own part."""
-    return target - 1 if target > owner else target
+    job = arena.make_job(
+        "all_to_all",
+        itemsize=inputs[0].dtype.itemsize,
+        lengths=(ctypes.c_int64 * len(lengths))(*lengths),
+        inputs=engine.make_address_array([part.data_ptr() for part in inputs]),
+        outputs=engine.make_address_array([part.data_ptr() for part in outputs]),
+    )
+    arena.run_job(job)
 
 
 def barrier(arena: Arena, packed: bytes) -> None:
     """Wait until every rank has made this call."""
     arena.announce(packed)
     arena.sync()
-    arena.read_notes()
+    arena.compare_calls()
 
 
 def make_job(
@@ -206,8 +158,7 @@ def make_job(
     A job's count is the number of elements of the input, or of the output of a reduce-scatter. A
     job without an op counts bytes instead of elements, because it only copies.
     """
-    is_supported = engine.can_reduce(source.dtype, op) if op else engine.get_library() is not None
-    if not is_supported:
+    if not arena.has_engine or (op and not engine.can_reduce(source.dtype, op)):
         return None
     counted = out if kind == "reduce_scatter" else source
     count = counted.numel()
@@ -218,11 +169,14 @@ def make_job(
     else:
         count *= size
         size = 1
+    note = b""
     if kind == "all_reduce":
         if count * size <= ONE_SHOT_BYTES:
             shared = None
-        fields["copies"] = engine.make_address_array(shared.copies) if shared else None
-    arena.announce(packed, _pack_note(shared) if kind == "all_reduce" else b"")
+        fields["copies"] = engine.make_address_array(shared.addresses) if shared else None
+        # Zeros mean that the tensor is not shared.
+        note = _NOTE.pack(shared.allocation, shared.offset) if shared else bytes(_NOTE.size)
+    arena.announce(packed, note)
     return arena.make_job(kind, count=count, itemsize=size, **fields)
 
 
@@ -233,11 +187,6 @@ def _run_in_engine(arena: Arena, *args: Any, **kwargs: Any) -> bool:
         return False
     arena.run_job(job)
     return True
-
-
-def _pack_note(shared: Shared | None) -> bytes:
-    """Return the allocation and offset of a shared tensor, or zeros if it is not shared."""
-    return _NOTE.pack(shared.allocation, shared.offset) if shared else _NOTE.pack(0, 0)
 
 
 def _copy_in(arena: Arena, piece: Tensor) -> None:

@@ -32,7 +32,8 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
     Scores are 0 unless layer_1 < layer_2. `ov` and `qk` contain the circuits of all heads, with
     batch shape (layers, heads); `qk` is not needed for `kind="v"`. The score of two random circuits
     is about 1 / sqrt(d_model). Half precision is converted to float32. Raises ValueError for an
-    unknown `kind`, a missing `qk`, and circuits whose shapes do not multiply.
+    unknown `kind`, a missing `qk`, and circuits whose shapes do not multiply, and TypeError for
+    other objects than `LowRank`.
     """
     reader = _select_reader(ov, qk, kind)
     layers, heads = ov.batch_shape
@@ -49,6 +50,12 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
 def _select_reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
     if kind not in ("q", "k", "v"):
         raise ValueError(f"expected kind 'q', 'k' or 'v', got {kind!r}")
+    for name, circuits in (("ov", ov), ("qk", qk)):
+        if circuits is not None and not isinstance(circuits, LowRank):
+            raise TypeError(
+                f"expected a LowRank as {name}, got a {type(circuits).__name__}; pass decoder.ov() "
+                "and decoder.qk()"
+            )
     if kind == "v":
         reader = ov
     elif qk is None:

@@ -49,9 +49,16 @@ def induction_circuit(
             math.log(2) - math.log(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
         )
     v, t = vocabulary, context
-    model = AttentionOnly(
-        vocabulary=v, context=t, d_model=3 * v + t, layers=2, heads=1, d_head=max(v, t), scale=1.0
-    ).to(dtype)
+    with torch.random.fork_rng(devices=[]):  # the random weights are replaced
+        model = AttentionOnly(
+            vocabulary=v,
+            context=t,
+            d_model=3 * v + t,
+            layers=2,
+            heads=1,
+            d_head=max(v, t),
+            scale=1.0,
+        ).to(dtype)
     token, position, previous, output = torch.split(torch.eye(3 * v + t, dtype=dtype), [v, t, v, v])
     previous_token_head, copying_head = (block.attention for block in model.layers)
     with torch.no_grad():

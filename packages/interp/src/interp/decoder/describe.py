@@ -34,6 +34,7 @@ from interp.decoder.verify.matching import (
     compute_logits,
     evaluating,
     find_matching_settings,
+    suggest_remedy,
 )
 
 #: The lock of a verification, which temporarily replaces the weights of the model. A concurrent
@@ -90,7 +91,7 @@ def _describe(model: nn.Module, settings: dict[str, Any]) -> Decoder:
         _require_known(config, tensors)
         candidates = _list_model_settings(model, config)
     else:
-        candidates = list(_iter_module_settings(model, tensors, theta))
+        candidates = list(_iter_module_settings(model, tensors, theta, settings.get("heads")))
     unique: list[Settings] = []  # Passed settings may make candidates equal.
     for candidate in candidates:
         changed = replace(candidate, **settings)
@@ -160,8 +161,8 @@ def _require_equal_logits(model: nn.Module, decoder: Decoder) -> None:
     if not error <= tolerance:
         raise ValueError(
             f"no description of this {type(model).__name__} reproduces its logits: with its own "
-            f"weights, the relative error is {error:.2g}, expected at most {tolerance:.2g}; pass "
-            "the properties of the model as settings"
+            f"weights, the relative error is {error:.2g}, expected at most {tolerance:.2g}; "
+            f"{suggest_remedy(model)}"
         )
 
 
@@ -190,14 +191,18 @@ def _list_model_settings(model: nn.Module, config: Mapping[str, Any]) -> list[Se
 
 
 def _iter_module_settings(
-    model: nn.Module, tensors: Mapping[str, Tensor], theta: float | None
+    model: nn.Module, tensors: Mapping[str, Tensor], theta: float | None, heads: int | None
 ) -> Iterator[Settings]:
-    """Yield candidate settings of a module without a configuration."""
-    heads = _find_number(model, "num_heads", "n_heads", "n_head", "heads", "num_attention_heads")
+    """Yield candidate settings of a module without a configuration.
+
+    If `heads` is None, the number of heads is an attribute of a module.
+    """
+    names = ("num_heads", "n_heads", "n_head", "heads", "num_attention_heads")
+    heads = _find_number(model, *names) if heads is None else heads
     if heads is None:
         raise ValueError(
             f"expected an attribute of this {type(model).__name__} with the number of heads, got "
-            "none; set model.num_heads"
+            "none; set model.num_heads, or pass heads="
         )
     eps = _find_number(model, "eps", "variance_epsilon", "epsilon")
     centered = any("LayerNorm" in type(module).__name__ for module in model.modules())

@@ -72,9 +72,10 @@ def patch_streams(
 ) -> PatchingResult:
     """Patch the clean residual stream before each block into the corrupted run, per position.
 
-    The `values` of the result are (layers, positions), means over the pairs. Raises TypeError if
-    `model` is not a `Decoder`, and for texts without a tokenizer. Raises ValueError for prompts and
-    metrics that do not correspond, and for a model with hooks, as inside `patch`.
+    The `values` of the result are the metrics after each patch, (layers, positions), means over the
+    pairs. Raises TypeError if `model` is not a `Decoder`, and for texts without a tokenizer. Raises
+    ValueError for prompts and metrics that do not correspond, and for a model with hooks, as inside
+    `patch`.
 
     Args:
         model: A decoder, as from `describe`.

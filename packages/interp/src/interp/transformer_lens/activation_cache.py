@@ -55,7 +55,7 @@ class ActivationCache(Mapping[Any, Tensor]):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"ActivationCache has no {name!r}; for neurons, use "
-            "interp.decoder.neurons.neuron_attribution"
+            "interp.decoder.neurons.neuron_attribution, and otherwise the tensors in cache_dict"
         )
 
     def __iter__(self) -> Iterator[str]:

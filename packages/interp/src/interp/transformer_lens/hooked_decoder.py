@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -263,6 +263,22 @@ class HookedDecoder(TextConversion, HookManagement):
         if len(matches) != self.cfg.n_layers:
             raise AttributeError(f"HookedDecoder has no {name!r}; {self.suggest_remedy(name)}")
         return torch.stack(matches)
+
+    def eval(self) -> Self:
+        """Set the decoder to evaluation mode; return this model."""
+        self.decoder.eval()
+        return self
+
+    def to(self, *arguments: Any, **options: Any) -> Self:
+        """Move or convert the decoder, as `nn.Module.to` does; return this model.
+
+        The decoder no longer shares the weights that were moved or converted.
+        """
+        self.decoder.to(*arguments, **options)
+        weight = self.decoder.embed.weight
+        self.cfg.device, self.cfg.dtype = weight.device, weight.dtype
+        self._device = weight.device
+        return self
 
     def tokens_to_residual_directions(self, tokens: str | int | Tensor) -> Tensor:
         """Return the columns of `W_U` of one token (d_model,), or of several (..., d_model)."""

@@ -28,7 +28,7 @@ from paramserver.journal import files
 from paramserver.journal.files import JournalError, Span
 from paramserver.optimizers import save_state
 from paramserver.protocol.core import Core
-from paramserver.protocol.records import Record
+from paramserver.protocol.log import Record
 
 _LOG = logging.getLogger(__name__)
 
@@ -293,7 +293,7 @@ def _restore(folder: Path, core: Core) -> tuple[list[Span], bool]:
 
     Return the journal's spans, and True if it has a snapshot or a record.
     """
-    first = files.find_newest_snapshot(folder)
+    first = max(files.list_numbers(folder, "snapshot"), default=None)
     has_files = first is not None or files.list_numbers(folder, "journal")
     spans = list(files.iter_checked_spans(folder, first)) if has_files else []
     snapshot = None if first is None else files.read_snapshot(folder, first)
@@ -307,7 +307,7 @@ def _restore(folder: Path, core: Core) -> tuple[list[Span], bool]:
         start = current[-1].start
         raise JournalError(
             f"{path}: the record at byte {start} cannot be applied: {type(error).__name__}: "
-            f"{error}. The journal was not changed. Fix the program, or discard this record and "
-            f"later ones by `{files.format_recovery_command(folder)} --before {path}:{start}`"
+            f"{error}. The journal was not changed. Pass the same job, with the program that wrote "
+            "the record, or another folder"
         ) from error
     return spans, snapshot is not None or bool(current)

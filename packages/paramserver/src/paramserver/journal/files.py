@@ -30,8 +30,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from paramserver.protocol.log import Log
-from paramserver.protocol.records import Record, Replayed, Staged
+from paramserver.protocol.log import Log, Record, Replayed, Staged
 
 MAGIC = b"pserver3"
 #: Number of random bytes that identify a journal.
@@ -295,23 +294,15 @@ def list_numbers(folder: Path, name: str) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def find_newest_snapshot(folder: Path) -> int | None:
-    """Return the number of the newest snapshot, or None if there is none."""
-    return max(list_numbers(folder, "snapshot"), default=None)
-
-
 def build_error(path: Path, offset: int, damage: str) -> JournalError:
     """Return the error for damage at byte `offset`, with the remedy."""
+    folder = path.parent
+    if re.fullmatch(r"server-\d+", folder.name):
+        folder = folder.parent  # the folder of all servers of the job, which recover together
     return JournalError(
         f"{path} is damaged at byte {offset}: {damage}. Nothing was changed. Restore the file from "
-        f"a copy, or go back to the last good record by `{format_recovery_command(path.parent)}`."
+        f"a copy, or go back to the last good record by `python -m paramserver recover {folder}`."
     )
-
-
-def format_recovery_command(folder: Path) -> str:
-    """Return the command that recovers a folder and the folders of the job's other servers."""
-    whole = folder.parent if re.fullmatch(r"server-\d+", folder.name) else folder
-    return f"python -m paramserver recover {whole}"
 
 
 def lock_journal(folder: Path) -> BinaryIO:

@@ -1,10 +1,8 @@
-"""Checks that the journals of all servers of a job are complete, and recovery from damage."""
+"""Recovery of the journals of all servers of a job from damage."""
 
 import os
 import re
 import shutil
-import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +10,6 @@ from pathlib import Path
 from paramserver.journal import files
 from paramserver.journal.files import JournalError
 from paramserver.protocol.log import Log
-
-#: Number of attempts to read the journal of another server, which may be running.
-_READS = 5
 
 
 def list_journal_folders(folder: Path) -> list[Path]:
@@ -25,58 +20,7 @@ def list_journal_folders(folder: Path) -> list[Path]:
     return sorted(present, key=lambda path: int(path.name[7:]))
 
 
-def require_journals(folder: Path, servers: int, numbers: Iterable[int]) -> None:
-    """Raise `JournalError` if the journal of one of the servers `numbers` is lost.
-
-    A journal is lost if it is missing although another server's journal contains a push, because
-    all servers store every push. The error is also raised if more than `servers` servers have a
-    journal, or if there are checkpoints of workers but no journals.
-
-    Args:
-        folder: the folder that contains the folders of all servers of a job.
-        servers: number of servers of the job.
-        numbers: the servers that start in this folder; the others may be on other machines.
-    """
-    present = list_journal_folders(folder)
-    convert = (
-        f"Nothing was changed. To continue with {servers} servers instead of {len(present)}, run "
-        f"`python -m paramserver convert MODULE:JOB {folder} NEW` and pass NEW"
-    )
-    if len(present) > servers:
-        names = ", ".join(path.name for path in present)
-        raise JournalError(f"expected journals of {servers} servers, got {names}. {convert}")
-    lost = [path for i in numbers if (path := folder / f"server-{i}") not in present]
-    if lost and any(map(_has_pushes, present)):
-        raise JournalError(
-            f"expected a journal of each of the {servers} servers in {folder}, or of none, but "
-            f"{', '.join(map(str, lost))} is empty or missing. {convert}. If it is lost, restore "
-            "it from a copy of the same time, or pass another folder"
-        )
-    if not present and (checkpoints := sorted(folder.glob("worker-*"))):
-        raise JournalError(
-            f"expected a journal of each server in {folder}, which contains {checkpoints[0].name} "
-            "of a worker; restore them, or pass another folder"
-        )
-
-
-def _has_pushes(folder: Path) -> bool:
-    """Return False if the journal contains no push, and True if it has one or cannot be read.
-
-    Its server may be running and replace files in the meantime, so reading is retried.
-    """
-    for _ in range(_READS):
-        try:
-            first = files.find_newest_snapshot(folder)
-            if first is not None and first > 1:  # snapshot 1 contains the initial state
-                return True
-            spans = files.iter_checked_spans(folder, first)
-            return any(span.kind == files.STAGED for span in spans)
-        except (JournalError, OSError):  # damaged, or the server has just replaced its files
-            time.sleep(0.1)
-    return True
-
-
-def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> list[str]:
+def recover(folder: str | Path) -> list[str]:
     """Truncate a damaged journal to its last good record; return the lines of a report.
 
     Discarded records and files are moved into `discarded-N` of the same folder.
@@ -84,31 +28,22 @@ def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> lis
     Args:
         folder: the folder of one server, or a folder that contains the folders of all servers of a
             job. With all servers, no server remains ahead of records that another server has lost.
-        before: path of a journal file and a byte in it; the record at that byte and all later
-            records are discarded, too.
 
     Raises:
-        ValueError: the file of `before` is not in `folder`.
         JournalError: a journal has no good record, or starts after the last good record of another
             server. Nothing has changed.
         RuntimeError: another process uses one of the journals.
     """
     folder = Path(folder)
     folders = list_journal_folders(folder) or [folder]
-    if before and not any(_is_in(before[0], path) for path in folders):
-        raise ValueError(
-            f"expected a file of {folder}, got {before[0]}; pass the path that the error names"
-        )
     with ExitStack() as locks:
         for path in folders:
             locks.enter_context(files.lock_journal(path))
-        return _recover_locked(folders, before)
+        return _recover_locked(folders)
 
 
-def _recover_locked(folders: list[Path], before: tuple[str, int] | None) -> list[str]:
-    good_parts = [
-        _GoodPart(path, before if before and _is_in(before[0], path) else None) for path in folders
-    ]
+def _recover_locked(folders: list[Path]) -> list[str]:
+    good_parts = [_GoodPart(path) for path in folders]
     ends = [part.get_last_end() for part in good_parts]
     # The first server must not continue after a record that a damaged server has lost, and no
     # server may remain ahead of the first one.
@@ -140,11 +75,10 @@ class _End:
 class _GoodPart:
     """The part of a journal before its first damage."""
 
-    def __init__(self, folder: Path, before: tuple[str, int] | None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         #: The first damage; empty if there is none.
         self.error = ""
-        self._before = (Path(before[0]).name, before[1]) if before else None
         self._ends: list[_End] = []
         self._identity = b""
         snapshots = sorted(files.list_numbers(folder, "snapshot"), reverse=True)
@@ -165,10 +99,6 @@ class _GoodPart:
                 position = int(files.read_snapshot(self.folder, snapshot)["replica"]["position"])
                 self._ends.append(_End(position, snapshot, files.FILE_HEAD.size))
             for span in files.iter_checked_spans(self.folder, snapshot):
-                name = files.build_path(self.folder, "journal", span.file_number).name
-                if self._before and (name, span.start) >= self._before:
-                    self.error = self.error or f"{name} is discarded from byte {span.start} on."
-                    return
                 if span.kind == files.START:
                     self._identity = files.read_identity(self.folder, [span])
                 if span.kind == files.REPLAYED:
@@ -217,7 +147,3 @@ class _GoodPart:
             files.create_file(self.folder, self._identity, end.file_number).rename(path)
         files.sync_folder(self.folder)
         return lines
-
-
-def _is_in(path: str, folder: Path) -> bool:
-    return Path(path).resolve().parent == folder.resolve()

@@ -6,14 +6,14 @@ simulated network.
 
 `Core.handle` validates a request before it changes or records anything. With a journal, it records
 every change before it returns the answer. If it returns None, the request has to wait: the caller
-retries it after each later request, and calls `check` at `find_next_deadline`.
+retries it after each later request, and calls `check` at `waits.find_next_deadline`.
 
 | request            | server   | appended to the log       | staged    | may wait for          |
 |--------------------|----------|---------------------------|-----------|-----------------------|
 | JOIN               | all      | Start, Join (server 0)    |           |                       |
-| PULL, READ         | 0        | Read                      |           | slower workers        |
+| READ               | 0        | Read                      |           | slower workers        |
 | STAGE              | all      |                           | gradients |                       |
-| PUSH, COMMIT       | 0        | Accept, Write             | (PUSH)    |                       |
+| COMMIT             | 0        | Accept, Write             |           |                       |
 | LEAVE, FINISH      | 0        | Leave, Write              |           | all workers (FINISH)  |
 | SYNC               | 0        |                           |           |                       |
 | FETCH, REPLAY, END | all      | the entries in the text   |           |                       |
@@ -30,9 +30,8 @@ from torch import Tensor
 
 from paramserver.consistency import Consistency
 from paramserver.protocol.ledger import Ledger, build_wrong_clock_error
-from paramserver.protocol.log import Log, Push
+from paramserver.protocol.log import Journal, Log, Record, Replayed, Staged
 from paramserver.protocol.messages import Kind, Message, PeerLost, build_pushed_twice_error
-from paramserver.protocol.records import Journal, Record, Replayed, Staged
 from paramserver.protocol.replica import Replica
 from paramserver.protocol.validation import hash_session, validate
 from paramserver.protocol.waits import Waits
@@ -95,7 +94,7 @@ class Core:
         Args:
             worker: number of the worker that sent the request.
             message: the request.
-            data: gradients of a STAGE or PUSH, as bytes.
+            data: gradients of a STAGE, as bytes.
             now: current time in seconds.
             is_known_finite: True if all gradients are known to be finite.
             session: see `validate`.
@@ -156,14 +155,6 @@ class Core:
             timed_out.append((worker, error))
         return timed_out
 
-    def reset_silence(self, now: float) -> None:
-        """Measure the silence of all workers from `now`, after this server was suspended."""
-        self.waits.reset_silence(self.ledger.members, now)
-
-    def find_next_deadline(self) -> float:
-        """Return the time at which `check` has to be called if no request arrives before then."""
-        return self.waits.find_next_deadline(self.ledger)
-
     def mark_lost(self, worker: int, reason: str) -> None:
         """Handle the loss of an awaited worker as `_continues_after_loss` describes."""
         member = self.ledger.awaited.get(worker)
@@ -206,9 +197,11 @@ class Core:
                 return self._join(worker, message)
             case Kind.HEARTBEAT:
                 return Message(Kind.OK)
-            case Kind.STAGE | Kind.PUSH | Kind.COMMIT:
-                return self._push(worker, message, data, is_known_finite)
-            case Kind.READ | Kind.PULL:
+            case Kind.STAGE:
+                return self._stage(worker, message, data, is_known_finite)
+            case Kind.COMMIT:
+                return self._commit(worker, message)
+            case Kind.READ:
                 return self._read(worker, message)
             case Kind.SYNC | Kind.LEAVE | Kind.FINISH:
                 return self._answer_with_log(worker, message)
@@ -236,27 +229,10 @@ class Core:
             return Message(Kind.OK, position=self.replica.position)
         return self._answer_with_newest(json.dumps(self.replica.staleness))
 
-    def _push(self, worker: int, message: Message, data: Data, is_known_finite: bool) -> Message:
-        """Stage the gradients of a STAGE, commit a staged push for a COMMIT, do both for a PUSH."""
+    def _stage(self, worker: int, message: Message, data: Data, is_known_finite: bool) -> Message:
         push = (worker, message.epoch, message.clock)
-        if message.kind is not Kind.STAGE:
-            self._check_clock(worker, message)
-            if message.clock < self.ledger.members[worker].clock:
-                # This is a retry of an accepted push. If the journal's disk was full at the first
-                # attempt, the push is committed but not replayed yet.
-                self._replay_own_log()
-        if message.kind is not Kind.COMMIT and self.replica.is_next(push):
-            self._stage(push, message, data, is_known_finite)
-        if message.kind is Kind.STAGE:
+        if not self.replica.is_next(push):
             return Message(Kind.OK)
-        if message.clock == self.ledger.members[worker].clock and not self.replica.is_staged(push):
-            raise ValueError(f"expected a staged push, got a COMMIT of {push} without a STAGE")
-        self.ledger.commit(push)
-        self._replay_own_log()
-        return Message(Kind.OK, number=self.replica.version)
-
-    def _stage(self, push: Push, message: Message, data: Data, is_known_finite: bool) -> None:
-        worker = push[0]
         if data is None:
             raise ValueError(f"expected gradients of worker {worker}, got a push without data")
         if self.ledger.has_pending_push(worker):
@@ -266,6 +242,16 @@ class Core:
         if self.journal:
             self.journal.record(Staged(push, data))
         self.replica.stage(push, gradients)
+        return Message(Kind.OK)
+
+    def _commit(self, worker: int, message: Message) -> Message:
+        push = (worker, message.epoch, message.clock)
+        self._check_clock(worker, message)
+        if message.clock == self.ledger.members[worker].clock and not self.replica.is_staged(push):
+            raise ValueError(f"expected a staged push, got a COMMIT of {push} without a STAGE")
+        self.ledger.commit(push)
+        self._replay_own_log()
+        return Message(Kind.OK, number=self.replica.version)
 
     def _join(self, worker: int, message: Message) -> Message:
         replica = self.replica
@@ -289,11 +275,7 @@ class Core:
         if self.ledger.list_workers_behind(message.clock):
             return None
         self.ledger.read(worker, message.number)
-        if message.kind is Kind.READ:
-            return Message(Kind.OK, text=self._take_log(worker, message).to_text())
-        self._replay_own_log()
-        self.ledger.discard_before(self.replica.position)
-        return self._fetch(worker, message)
+        return Message(Kind.OK, text=self._take_log(worker, message).to_text())
 
     def _fetch(self, worker: int, message: Message) -> Message:
         fetched = self.replica.fetch(
@@ -328,7 +310,7 @@ class Core:
             )
         # Elastic workers may resend a push whose answer was lost. Otherwise a second push of one
         # clock means that two workers use the same number.
-        may_repeat = self._elastic and message.kind in (Kind.PUSH, Kind.COMMIT)
+        may_repeat = self._elastic and message.kind is Kind.COMMIT
         is_repeated = may_repeat and message.clock == member.clock - 1
         if message.clock != member.clock and not is_repeated:
             raise build_wrong_clock_error(worker, message.clock, member.clock)

@@ -154,18 +154,23 @@ class Ledger:
     def can_replay_from(self, position: int) -> bool:
         """Return True unless a server at `position` must have lost a part of its journal.
 
-        Before a worker pushes again, all servers have replayed its last push. A server that has not
-        replayed two pushes of one worker has therefore lost a part of its journal. The same holds
-        for a server that has not replayed discarded entries.
+        Before a worker pushes, all servers have replayed its join and its last push. A server has
+        therefore lost a part of its journal if it has not replayed two pushes of one worker, or
+        neither a push nor the join of its epoch. The same holds for a server that has not replayed
+        discarded entries.
         """
         pushes: set[Push] = set()
+        joined: set[tuple[int, int]] = set()
         for entry in self._entries[max(0, position - self._first) :]:
-            if isinstance(entry, Accept):
+            if isinstance(entry, Join):
+                joined.add((entry.worker, entry.epoch))
+            elif isinstance(entry, Accept):
                 pushes.add(entry.push)
             elif isinstance(entry, Write):
                 pushes.update(entry.pushes)
         workers = {worker for worker, _, _ in pushes}
-        return position >= self._first and len(workers) == len(pushes)
+        has_lost_join = any((worker, epoch) in joined for worker, epoch, _ in pushes)
+        return position >= self._first and len(workers) == len(pushes) and not has_lost_join
 
     def discard_before(self, position: int) -> None:
         """Discard the entries before `position`, which all servers have replayed."""

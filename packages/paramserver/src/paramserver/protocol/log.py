@@ -1,13 +1,16 @@
 """The log of the ledger: its entries, and their text in messages and journals.
 
 Every server replays the same log. A digest of all earlier entries identifies the history of a log.
+A server stores the replayed entries and the staged gradients as records of its journal.
 """
 
 import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from paramserver.protocol.messages import LIMIT
 
@@ -108,6 +111,31 @@ class Log:
             case [int(start), *lists] if _is_number(start):
                 return Log(start, tuple(map(_parse_entry, lists)))
         raise ValueError(f"expected a log [start, entry, ...], got {text[:80]!r}")
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Record of a staged push, with its gradients as the bytes that were received."""
+
+    push: Push
+    gradients: Tensor
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Record of log entries that were replayed."""
+
+    log: Log
+
+
+Record = Staged | Replayed
+
+
+class Journal(Protocol):
+    """Append-only storage of one server's records; see `DiskJournal`."""
+
+    def record(self, record: Record) -> None:
+        """Store a record; return when it is written."""
 
 
 def compute_digest(before: str, entry: Entry) -> str:

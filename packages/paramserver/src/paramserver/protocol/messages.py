@@ -28,25 +28,23 @@ class Kind(IntEnum):
     """The kind of a request or an answer."""
 
     JOIN = 1
-    PULL = 2  # with a single server: READ and FETCH in one message
-    PUSH = 3  # with a single server: STAGE and COMMIT in one message
-    STAGE = 4  # to every server: store the gradients
-    COMMIT = 5  # to the first server: accept the staged gradients
-    READ = 6  # to the first server: fix the version to read
-    FETCH = 7  # to every server: replay the log and send the fixed version
-    REPLAY = 8  # to every server except the first: replay the log
-    SYNC = 9  # to the first server: send the log
-    LEAVE = 10  # to the first server: stop pushing without waiting for other workers
-    FINISH = 11  # to the first server: stop pushing, and wait until all workers have done so
-    END = 12  # to every server except the first, or from an observer: replay, send the parameters
-    ABORT = 13  # to every server: the worker has failed
-    HEARTBEAT = 14  # to every server: the worker's process is alive
-    OK = 15  # the first kind of answer; all kinds before it are requests
-    FAILED = 16  # the text is the error
-    WAIT = 17  # the server is alive, but the answer is not available yet
-    # Answer to a FETCH or PULL: the version of this read is not stored any more, so read again.
+    STAGE = 2  # to every server: store the gradients
+    COMMIT = 3  # to the first server: accept the staged gradients
+    READ = 4  # to the first server: fix the version to read
+    FETCH = 5  # to every server: replay the log and send the fixed version
+    REPLAY = 6  # to every server except the first: replay the log
+    SYNC = 7  # to the first server: send the log
+    LEAVE = 8  # to the first server: stop pushing without waiting for other workers
+    FINISH = 9  # to the first server: stop pushing, and wait until all workers have done so
+    END = 10  # to every server except the first, or from an observer: replay, send the parameters
+    ABORT = 11  # to every server: the worker has failed
+    HEARTBEAT = 12  # to every server: the worker's process is alive
+    OK = 13  # the first kind of answer; all kinds before it are requests
+    FAILED = 14  # the text is the error
+    WAIT = 15  # the server is alive, but the answer is not available yet
+    # Answer to a FETCH: the version of this read is not stored any more, so read again.
     # Answer to a JOIN: a server may have lost a part of the log, so request all positions again.
-    REREAD = 18
+    REREAD = 16
 
 
 @dataclass(frozen=True)

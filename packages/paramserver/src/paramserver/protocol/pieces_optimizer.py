@@ -33,8 +33,8 @@ def build_pieces_updater(
     """Return the updater of the pieces that a server stores in the memory of `targets`.
 
     Raises:
-        ValueError: the updates would differ from the updates of whole parameters, the optimizer
-            requires sparse gradients, or `groups` matches no parameter.
+        ValueError: the updates would differ from the updates of whole parameters, or `groups`
+            matches no parameter.
     """
     updater = Updater(factory, targets, [piece.name for piece in pieces], parameters)
     updater.spec.check_groups(parameters)
@@ -46,11 +46,6 @@ def build_pieces_updater(
             f"norm, got {part}; pass servers=1 and one fragment, or pass max_norm=None and call "
             "torch.nn.utils.clip_grad_norm_ on each worker before `push`, which limits the norm "
             "of each worker's gradients"
-        )
-    if isinstance(updater.optimizer, torch.optim.SparseAdam):
-        raise ValueError(
-            "expected an optimizer of dense gradients, which servers receive, got SparseAdam; pass "
-            "Adam"
         )
     _require_elementwise(pieces, parameters, updater.optimizer)
     if is_local or servers > 1 or fragments > 1:
@@ -80,20 +75,16 @@ def _require_options_of_whole(updater: Updater, parameters: Iterable[Tensor]) ->
     whole = [nn.Parameter(p.detach().new_zeros(()).expand(p.shape)) for p in parameters]
     optimizer = updater.spec.optimizer(whole)
     groups = optimizer.param_groups
-    if len(groups) > 1:
-        raise ValueError(
-            f"expected one parameter group, because each server stores a part of the parameters, "
-            f"got {len(groups)}; pass OptimizerSpec(groups=...), which groups parameters by name "
-            "and shape"
-        )
     # Unlike the group's options, the defaults are not changed by a schedule.
     options = format_group_options(updater.optimizer.defaults)
     expected = format_group_options(optimizer.defaults)
-    if options != expected:
+    if len(groups) > 1 or options != expected:
         raise ValueError(
-            "expected the optimizer's options to be the same for every part of the parameters, "
-            f"got {', '.join(options)} for a part and {', '.join(expected)} for all of them; pass "
-            "options that do not depend on the parameters, or OptimizerSpec(groups=...)"
+            "expected one parameter group, with the same options for every part of the parameters, "
+            f"because each server stores a part, got {', '.join(options)} for a part and "
+            f"{', '.join(expected)} in {len(groups)} groups for all of them; pass options that do "
+            "not depend on the parameters, or OptimizerSpec(groups=...), which groups parameters "
+            "by name and shape"
         )
 
 

@@ -3,10 +3,10 @@
 Each method of `Session` is a generator of requests. The caller sends them, waits for the answers
 and repeats requests whose answers are lost.
 
-With several servers a push has two phases (Gray, "Notes on Data Base Operating Systems", 1978,
+A push has two phases (Gray, "Notes on Data Base Operating Systems", 1978,
 section 5.8.3.3): all servers stage the gradients, then the first server commits them in one
 message. A pull has two phases, too: the first server fixes a version, then all servers send that
-version. With a single server one message is enough.
+version.
 """
 
 from collections.abc import Generator
@@ -80,8 +80,8 @@ class Session:
                 raise RuntimeError(
                     f"the servers have replayed {[reply.position for reply in replies]} entries of "
                     f"the log, but server 0 has {answers[0].position}: a journal was lost, or "
-                    "restored from an older copy. No server has changed; recover all servers' "
-                    "journals together"
+                    "restored from an older copy. No server has changed; restore the "
+                    "journals of all servers from copies of one time, or recover them together"
                 )
             tried = position
             # The first server compares the settings of the other servers with its own.
@@ -103,12 +103,9 @@ class Session:
         answers = [Message(Kind.REREAD)]
         while any(answer.kind is Kind.REREAD for answer in answers):
             self._reads += 1
-            if len(self._layouts) == 1:
-                answers = yield [self._request(0, Kind.PULL)]
-            else:
-                (answer,) = yield [self._request(0, Kind.READ)]
-                answers = yield self._build_log_requests(Kind.FETCH, Log.from_text(answer.text))
-                self._positions = [answer.position for answer in answers]
+            (answer,) = yield [self._request(0, Kind.READ)]
+            answers = yield self._build_log_requests(Kind.FETCH, Log.from_text(answer.text))
+            self._positions = [answer.position for answer in answers]
         self._has_pushed = False
         return self._update_version(answers)
 
@@ -123,11 +120,8 @@ class Session:
 
     def push(self) -> Requests[None]:
         """Push the gradients to all servers; either all servers accept them or none does."""
-        if len(self._layouts) == 1:
-            yield [self._request(0, Kind.PUSH)]
-        else:
-            yield [self._request(i, Kind.STAGE) for i in range(len(self._layouts))]
-            yield [self._request(0, Kind.COMMIT)]
+        yield [self._request(i, Kind.STAGE) for i in range(len(self._layouts))]
+        yield [self._request(0, Kind.COMMIT)]
         self.clock += 1
         self.pushes += 1
         self._has_pushed = True

@@ -8,9 +8,7 @@ from paramserver.protocol.messages import OBSERVER, Kind, Message, PeerLost, che
 from paramserver.protocol.replica import Replica
 
 _KINDS_WITH_LOG = (Kind.FETCH, Kind.REPLAY, Kind.END)
-_FIRST_SERVER_KINDS = (
-    Kind.PULL, Kind.PUSH, Kind.COMMIT, Kind.READ, Kind.SYNC, Kind.LEAVE, Kind.FINISH
-)  # fmt: skip
+_FIRST_SERVER_KINDS = (Kind.COMMIT, Kind.READ, Kind.SYNC, Kind.LEAVE, Kind.FINISH)
 
 
 def validate(
@@ -36,8 +34,6 @@ def validate(
     check_request(worker, message)
     kind = message.kind
     shard = replica.shard
-    if kind in (Kind.PUSH, Kind.PULL) and shard.servers > 1:
-        raise ValueError(f"{kind!r} needs a single server, there are {shard.servers}")
     if kind in _FIRST_SERVER_KINDS and shard.number > 0:
         raise ValueError(f"{kind!r} is for server 0, this is server {shard.number}")
     if message.size > shard.buffer_bytes:

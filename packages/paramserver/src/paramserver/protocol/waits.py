@@ -34,7 +34,7 @@ class Waits:
         self.waiting[worker] = since, message
 
     def reset_silence(self, workers: Iterable[int], now: float) -> None:
-        """Measure the silence and the waits of all workers from `now`."""
+        """Measure the silence and waits of all workers from `now`, after a server was suspended."""
         self.last_seen = dict.fromkeys({*self.last_seen, *workers}, now)
         self.waiting = {w: (now, message) for w, (_, message) in self.waiting.items()}
 

@@ -16,7 +16,7 @@ from paramserver.journal.files import JournalError, sync_folder
 from paramserver.journal.recovery import list_journal_folders
 from paramserver.partition import Piece
 from paramserver.protocol.core import Core
-from paramserver.protocol.records import Replayed
+from paramserver.protocol.log import Replayed
 from paramserver.protocol.replica import Replica
 from paramserver.running.job import Job
 

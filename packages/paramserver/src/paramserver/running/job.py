@@ -57,8 +57,6 @@ class Job:
     def __post_init__(self) -> None:
         if not callable(self.train):
             raise TypeError(f"expected train to be a function of a worker, got {self.train!r}")
-        if not isinstance(self.module, nn.Module):
-            raise TypeError(f"expected module to be an nn.Module, got {self.module!r:.60}")
         require_integer("workers", self.workers, 0)
         require_integer("servers", self.servers, 1)
         object.__setattr__(self, "timeout", require_timeout(self.timeout))

@@ -9,7 +9,7 @@ from threading import Thread
 from paramserver.protocol.messages import Kind, Message, build_failure, check_request
 from paramserver.server import Server
 from paramserver.transport.chunks import FiniteCheck
-from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Channel
+from paramserver.transport.connection import Channel
 
 
 def serve(server: Server, channels: dict[int, Channel]) -> list[Thread]:
@@ -47,7 +47,7 @@ def _answer_next(server: Server, worker: int, channel: Channel) -> bool:
         return False
     data = channel.gradients[: request.size]
     check = FiniteCheck(server.shard, data)
-    if request.kind in KINDS_WITH_GRADIENTS:
+    if request.kind is Kind.STAGE:
         channel.receive_gradients(data, check.update)
     keep_alive = partial(channel.send, Message(Kind.WAIT))
     try:

@@ -17,7 +17,8 @@ from typing import Any
 
 from paramserver.consistency import as_local_steps
 from paramserver.journal.disk_journal import DiskJournal
-from paramserver.journal.recovery import require_journals
+from paramserver.journal.files import JournalError
+from paramserver.journal.recovery import list_journal_folders
 from paramserver.protocol.messages import OBSERVER, Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble_result
 from paramserver.running.processes import Processes, ReportLosses
@@ -110,7 +111,7 @@ def run_on_zeromq(
     packed = job.pack()
     shards = job.shards()
     if journal is not None:
-        require_journals(Path(journal), job.servers, range(job.servers))
+        _require_journals_of_checkpoints(Path(journal))
     with (
         tempfile.TemporaryDirectory() as folder,
         Processes(context, folder, job.timeout + GRACE_SECONDS) as processes,
@@ -144,6 +145,16 @@ def run_on_zeromq(
         finally:
             reader.shutdown(wait=False)
         return assemble_result(job, shards, ended)
+
+
+def _require_journals_of_checkpoints(folder: Path) -> None:
+    """Raise `JournalError` if the folder has checkpoints of workers but no journal."""
+    checkpoints = sorted(folder.glob("worker-*"))
+    if checkpoints and not list_journal_folders(folder):
+        raise JournalError(
+            f"expected a journal of each server in {folder}, which contains {checkpoints[0].name} "
+            "of a worker; restore them, or pass another folder"
+        )
 
 
 def _serve(

@@ -20,8 +20,6 @@ from paramserver.protocol.messages import Kind, Message, PeerLost, raise_failure
 GRACE_SECONDS = 10.0
 #: Longest wait in seconds. System calls accept no infinite or much longer timeout.
 MAX_WAIT_SECONDS = 7 * 24 * 3600.0
-#: Requests that are followed by gradients. An answer is followed by data if it has a size.
-KINDS_WITH_GRADIENTS = (Kind.STAGE, Kind.PUSH)
 
 
 class ConnectionBuffers:
@@ -54,7 +52,10 @@ class ConnectionBuffers:
 
 
 class Connection(ConnectionBuffers):
-    """A worker's end of a connection."""
+    """A worker's end of a connection.
+
+    A STAGE is followed by gradients, and an answer by data if it has a size.
+    """
 
     #: Number that identifies the worker's session to the server; None if the transport identifies
     #: the sender.
@@ -63,7 +64,7 @@ class Connection(ConnectionBuffers):
     def request(self, message: Message, write_chunks: Iterable[int] = ()) -> Message:
         """Send a request and return its answer.
 
-        A STAGE or PUSH also sends the buffer `gradients`. Iterating over `write_chunks` fills the
+        A STAGE also sends the buffer `gradients`. Iterating over `write_chunks` fills the
         buffer chunk by chunk, and yields the number of bytes written so far. An answer with a
         `size` fills the buffer `parameters`.
         """
@@ -127,7 +128,6 @@ class RemoteConnection(Connection):
         self._timeout = min(timeout, MAX_WAIT_SECONDS)
         self.parameters = channel.parameters
         self.gradients = channel.gradients
-        self.server_memory = channel.server_memory
         self.read = channel.read  # type: ignore[method-assign]
 
     def request(self, message: Message, write_chunks: Iterable[int] = ()) -> Message:
@@ -148,7 +148,7 @@ class RemoteConnection(Connection):
         try:
             with self._sending:
                 channel.send(message)
-                if message.kind in KINDS_WITH_GRADIENTS:
+                if message.kind is Kind.STAGE:
                     channel.send_gradients(self.gradients[: message.size], write_chunks)
             while (answer := channel.receive(self._timeout)).kind is Kind.WAIT:
                 pass

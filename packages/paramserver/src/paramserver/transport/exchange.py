@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TypeVar, cast
 
 from paramserver.payload import Gradients
-from paramserver.protocol.messages import Message
+from paramserver.protocol.messages import Kind, Message
 from paramserver.protocol.session import Request, Requests, Session
-from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection
+from paramserver.transport.connection import Connection
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Exchange:
         message = request.message
         pushed = 0
         write_chunks: Iterable[int] = ()
-        if message.kind in KINDS_WITH_GRADIENTS:
+        if message.kind is Kind.STAGE:
             pushed, write_chunks = self.payload.write(request.server)
             message = replace(message, size=pushed)
         answer = self._connections[request.server].request(message, write_chunks)

@@ -37,7 +37,7 @@ from paramserver.journal.disk_journal import DiskFullError, DiskJournal
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import LIMIT, OBSERVER, Kind, Message, build_failure
 from paramserver.transport.chunks import CHUNK_BYTES, BufferPool, ChunkReceiver, iter_chunk_bounds
-from paramserver.transport.connection import KINDS_WITH_GRADIENTS, import_zmq
+from paramserver.transport.connection import import_zmq
 from paramserver.transport.zeromq_connection import MAX_CHUNKS, Keys
 
 _LOG = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class ZeroMQServer:
             now = time.monotonic()
             if now - last_check > suspended:
                 # The messages of the workers may not have been received yet.
-                self.core.reset_silence(now)
+                self.core.waits.reset_silence(self.core.ledger.members, now)
             last_check = now
             self._retry_waiting(now)
             if report and now - last_report > 1:
@@ -185,7 +185,7 @@ class ZeroMQServer:
             return True
         known = self._waiting.get(worker) or self._incoming.get(worker)
         if known is None or known.key != received.key:
-            if message.kind in KINDS_WITH_GRADIENTS:  # only members get memory for their data
+            if message.kind is Kind.STAGE:  # only members get memory for their data
                 data = self._buffers.allocate()[: message.size]
                 request.data = ChunkReceiver(data, self.core.replica.shard)
             self._waiting.pop(worker, None)

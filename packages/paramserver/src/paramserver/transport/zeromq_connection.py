@@ -10,7 +10,7 @@ from typing import Any
 
 from paramserver.protocol.messages import Kind, Message, PeerLost, raise_failure
 from paramserver.transport.chunks import ChunkReceiver, iter_chunk_bounds
-from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection, import_zmq
+from paramserver.transport.connection import Connection, import_zmq
 
 #: Seconds between two HEARTBEATs of a worker.
 _HEARTBEAT_SECONDS = 1.0
@@ -138,7 +138,7 @@ class ZeroMQConnection(Connection):
         written_bytes = 0
         chunks = iter(write_chunks)
         socket = socket or self._socket
-        nbytes = message.size if message.kind in KINDS_WITH_GRADIENTS else 0
+        nbytes = message.size if message.kind is Kind.STAGE else 0
         data = self.gradients[:nbytes]
         for start, stop in iter_chunk_bounds(len(data)):
             while written_bytes < stop:  # the previous chunk is sent while this one is written

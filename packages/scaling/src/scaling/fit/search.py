@@ -50,6 +50,9 @@ BEST_STARTS = 8
 #: Approximate number of further starts from a coarser grid, for forms with up to two exponents.
 COARSE_GRID_POINTS = 25
 
+#: The deltas from which searches start, for losses other than the Huber loss.
+INITIAL_DELTAS = {"lad": 1e-3, "squares": np.inf}
+
 #: The delta of the Huber loss that approximates least absolute deviations.
 FINEST_DELTA = 1e-9
 
@@ -146,7 +149,7 @@ def search(problem: Problem, loss: Loss, delta: float, prove: bool) -> tuple[Arr
     most two exponents, the search is also repeated from the whole grid if the starts reach several
     optima. See Note [Vanished terms] for the remaining steps.
     """
-    first_delta = _choose_initial_delta(loss, delta)
+    first_delta = INITIAL_DELTAS.get(loss, delta)
     dimensions = max(sum(len(axis) > 1 for axis in problem.exponent_grid), 1)
     if len(problem.log_target) > SEARCH_ROWS and not prove:
         starts = _search_sample(problem, loss, delta)
@@ -221,7 +224,7 @@ def refit(
     "lad" (least absolute deviations) is approximated by Huber losses whose delta shrinks to
     `finest`.
     """
-    first_delta = _choose_initial_delta(loss, delta)
+    first_delta = INITIAL_DELTAS.get(loss, delta)
     ends = newton.polish(problem, starts, delta=first_delta, weights=weights)
     if loss == "lad":
         return _shrink_delta(problem, ends, first_delta, weights, finest)
@@ -243,10 +246,6 @@ def compute_residual_objective(errors: Array, loss: Loss, delta: float) -> float
         return float(size.sum())
     clipped = np.minimum(size, delta if loss == "huber" else np.inf)
     return float((clipped * (size - 0.5 * clipped)).sum())
-
-
-def _choose_initial_delta(loss: Loss, delta: float) -> float:
-    return {"huber": delta, "lad": 1e-3, "squares": np.inf}[loss]
 
 
 def _shrink_delta(

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from scaling.fit.identifiability import compute_singular_values
-from scaling.isoflop.valley import Valley, fit_common_shape, fit_parabola
+from scaling.isoflop.valley import MAX_EXPONENT, Valley, fit_common_shape, fit_parabola
 from scaling.runs import Runs
 from scaling.tables.cells import list_some
 from scaling.uncertainty.diagnostics import Diagnostics
@@ -144,7 +144,7 @@ def _fit_valleys_of_common_shape(
     diagnostics.occurrences |= left_out.occurrences
     log_sizes = [np.log(group.parameters) for group in usable]
     shape = fit_common_shape([x - x.mean() for x in log_sizes], [g.loss for g in usable])
-    if shape.is_at_bound:
+    if max(shape.exponents) > 0.99 * MAX_EXPONENT:  # The search stopped at its upper bound.
         p, q = shape.exponents
         diagnostics.add(
             f"the shape ({p:.3g}, {q:.3g}) that would fit all budgets is at its bound: their skews"

@@ -105,11 +105,6 @@ class CommonShape:
     #: Covariance of the bottoms at unit variance of log loss, (budgets, budgets).
     covariance: Array
 
-    @property
-    def is_at_bound(self) -> bool:
-        """True if the search stopped at its upper bound, so the runs do not have a common shape."""
-        return max(self.exponents) > 0.99 * MAX_EXPONENT
-
 
 @dataclass(frozen=True)
 class _Budgets:

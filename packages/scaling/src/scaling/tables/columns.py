@@ -22,10 +22,10 @@ from scaling.tables.names import (
     parse_text_unit,
     split_words,
 )
-from scaling.tables.scales import LARGEST_LOSS, SMALLEST_MEDIAN
+from scaling.tables.scales import SMALLEST_MEDIAN
 from scaling.tables.states import is_true
 from scaling.tables.table import Reading, Table
-from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
+from scaling.units import Array
 
 #: Relative differences up to this value between columns of compute, or between compute and 6 N D,
 #: are not reported.
@@ -56,10 +56,12 @@ def parse_columns(reading: Reading, columns: Mapping[str, Column]) -> dict[str, 
     for quantity, column in columns.items():
         unit = reading.units.get(quantity, column.unit)
         if column.name in reading.table.columns:
-            if quantity != "loss" and column.unit != 1 and not _has_decimal_points(reading):
-                require_unambiguous(
-                    column.name, reading.rows, reading.table.get_cells(column.name), ".,"
-                )
+            if quantity != "loss" and column.unit != 1:
+                losses = reading.table.get_cells(reading.columns["loss"].name)
+                # A loss with a point shows that points start decimals.
+                if not any(isinstance(cell, str) and "." in cell for cell in losses):
+                    cells = reading.table.get_cells(column.name)
+                    require_unambiguous(column.name, reading.rows, cells, ".,")
             numbers = parse_positive(reading.table, column.name, unit, quantity != "loss")
         else:
             numbers = np.full(len(reading.rows), unit)
@@ -77,11 +79,6 @@ def parse_columns(reading: Reading, columns: Mapping[str, Column]) -> dict[str, 
                     f" {numbers.min():.5g}"
                 )
     return values
-
-
-def _has_decimal_points(reading: Reading) -> bool:
-    losses = reading.table.get_cells(reading.columns["loss"].name)
-    return any(isinstance(cell, str) and "." in cell for cell in losses)
 
 
 def parse_positive(table: Table, name: str, unit: float, is_count: bool) -> Array:
@@ -174,24 +171,6 @@ def _parse_plausible(reading: Reading, quantity: str, column: Column) -> Array:
     unit = reading.units.get(quantity, column.unit)
     numbers = parse_numbers(reading.table.get_cells(column.name), unit)
     return np.where((numbers > 0) & np.isfinite(numbers), numbers, np.nan)
-
-
-def require_cross_entropy(reading: Reading, named_quantities: Container[str]) -> None:
-    """Raise `ValueError` if a column such as `log_loss` may contain logarithms of losses.
-
-    `named_quantities` contains the quantities whose columns the caller named. A named column of
-    losses is confirmed. A median above the logarithm of `LARGEST_LOSS` confirms the column, too.
-    """
-    column = reading.columns["loss"]
-    median = float(np.median(reading.values["loss"]))
-    is_certain = "loss" in named_quantities or median > math.log(LARGEST_LOSS)
-    if "cross-entropy" in column.description and not is_certain:
-        raise ValueError(
-            f"column {column.name!r}, with the median {median:.3g}, may be the cross-entropy or the"
-            f" logarithm of a loss: confirm the cross-entropy in nats with columns={{'loss':"
-            f" {column.name!r}}}, or replace the logarithms by a column 'loss' of base **"
-            f" {column.name!r}"
-        )
 
 
 def require_active_parameters(reading: Reading, named_quantities: Container[str]) -> None:
@@ -328,11 +307,6 @@ def _explain_all_epochs(reading: Reading, name: str, is_history: bool) -> str:
             f"{format_ambiguity('tokens', [name, product])}: in row {reading.rows[i]} they are"
             f" {tokens[i]:.5g} and {numbers[i]:.5g}"
         )
-    if {"parameters", "compute"} <= {*reading.values}:
-        expected = FLOPS_PER_PARAMETER_TOKEN * reading.values["parameters"] * tokens
-        off = np.abs(np.log(reading.values["compute"] / expected)) > np.log1p(COMPUTE_TOLERANCE)
-        if not off.any():
-            return f"{reading.columns['compute'].name!r} is 6 N D in every row"
     return ""
 
 

@@ -81,15 +81,6 @@ HELD_OUT_RANK = 10.0
 #: Added to the rank of a loss in another unit than nats.
 OTHER_UNIT_RANK = -3.0
 
-#: Endings of logarithms that may be losses in nats, and what these losses are. The log loss of
-#: scikit-learn is the cross-entropy, but `log_loss` may also be the logarithm of a loss.
-LOG_LOSSES = (
-    (re.compile("(?:^| )(?:log|ln) ?(?:perplexity|ppl)$"), "nats, by the log of ppl"),
-    (re.compile("(?:^| )log ?loss$"), "nats of cross-entropy"),
-)
-#: Added to the rank of these, so that any other loss is preferred.
-LOG_LOSS_RANK = -100.0
-
 #: Added to the rank of a name with `macro` or `micro`, such as levanter's `eval/macro_loss`. A loss
 #: without such a word is preferred.
 AVERAGE_RANK = -1.0
@@ -242,7 +233,7 @@ def recognize(name: str, quantity: str) -> Column | None:
         return replace(column, name=name)
     words = [word for word in split_words(FOLDER.sub("", name)) if word != "in"]
     if quantity == "loss":
-        return _recognize_loss(name, words) or _recognize_log_loss(name, words)
+        return _recognize_loss(name, words)
     if not words or _is_other_measurement(words, quantity):
         return None
     if quantity == "compute" and (days := PETAFLOP_DAYS.search("".join(words))):
@@ -377,17 +368,6 @@ def _recognize_loss(name: str, words: list[str]) -> Column | None:
     if {"macro", "micro"} & {*words}:
         rank += AVERAGE_RANK
     return Column(name, unit, description, rank)
-
-
-def _recognize_log_loss(name: str, words: list[str]) -> Column | None:
-    """Return the column of a log perplexity or a log loss; the name must not state a unit."""
-    for ending, description in LOG_LOSSES:
-        text, count = ending.subn(" loss", " ".join(words))
-        column = _recognize_loss(name, text.split()) if count else None
-        if column and column.description in ("", "training"):
-            description = f"{column.description} {description}".strip()
-            return replace(column, description=description, rank=column.rank + LOG_LOSS_RANK)
-    return None
 
 
 def _parse_loss_unit(words: list[str]) -> tuple[str, float]:

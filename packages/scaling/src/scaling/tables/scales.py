@@ -1,11 +1,12 @@
 """Checks of the scale of numbers, and computation of the missing column from C = 6 N D."""
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from typing import NoReturn
 
 import numpy as np
 
 from scaling.tables.table import Reading
-from scaling.units import COLUMNS, FEWEST, FLOPS_PER_PARAMETER_TOKEN
+from scaling.units import FEWEST, FLOPS_PER_PARAMETER_TOKEN
 
 #: Losses above this are suspicious: guessing uniformly among a million tokens costs 13.8 nats.
 LARGEST_LOSS = 14.0
@@ -21,11 +22,12 @@ TOKENS_PER_PARAMETER = (0.1, 2000.0)
 #: rows by more than this factor. Published tables have gaps of at most a factor of five.
 SCALE_GAP = 100.0
 
-#: Units that messages propose for numbers that are too small, and the name of each.
+#: Units that messages propose for numbers that are too small, and the name of each. The columns
+#: that most often have another scale are first.
 USUAL_UNITS = {
-    "parameters": ("1e6", "millions"),
-    "tokens": ("1e9", "billions"),
     "compute": ("1e18", "exaFLOPs"),
+    "tokens": ("1e9", "billions"),
+    "parameters": ("1e6", "millions"),
 }
 
 #: Smallest plausible median of a column. A smaller one is probably in thousands or millions.
@@ -70,19 +72,10 @@ def _require_smallest(reading: Reading) -> None:
         # A value that was derived from compute is too small if the compute has a wrong scale.
         origin = k if k in reading.columns else "compute"
         values = reading.values[k]
-        if origin in reading.units or values.min() >= FEWEST:
-            continue
-        i = int(np.argmin(values))
-        name = reading.columns[origin].name
-        cell = f"column {name!r} is {reading.values[origin][i]:.5g} in row {reading.rows[i]}"
-        if origin != k:
-            cell += f", which leaves {values[i]:.3g} {k}"
-        unit, unit_name = USUAL_UNITS[origin]
-        raise ValueError(
-            f"{cell}: expected at least {FEWEST:g} {k}; correct the cell, pass"
-            f" units={{{origin!r}: {unit}}} if the column counts {unit_name}, for"
-            f" example, or leave out a column of layers or widths with ignore=[{name!r}]"
-        )
+        if origin not in reading.units and values.min() < FEWEST:
+            i = int(np.argmin(values))
+            leaves = f", which leaves {values[i]:.3g} {k}" if origin != k else ""
+            _refuse(reading, (origin,), i, f"{leaves}: expected at least {FEWEST:g} {k}")
 
 
 def _require_ratio(reading: Reading, with_unit: Container[str]) -> None:
@@ -91,65 +84,45 @@ def _require_ratio(reading: Reading, with_unit: Container[str]) -> None:
     Nothing is checked if the units of two columns are stated, or if N, D and C are all columns.
     """
     values = reading.values
-    chosen = reading.columns
+    present = _list_counts(reading)
     # Two of three columns determine the third and its scale.
-    has_units = sum(k in with_unit for k in ("parameters", "tokens", "compute")) >= 2
-    if has_units or all(k in chosen for k in ("parameters", "tokens", "compute")):
+    if len(present) == 3 or sum(k in with_unit for k in USUAL_UNITS) >= 2:
         return
     ratio = values["tokens"] / values["parameters"]
     low, high = TOKENS_PER_PARAMETER
     if not low <= np.median(ratio) <= high:
         i = int(np.argsort(ratio)[len(ratio) // 2])
-        present = [k for k in COLUMNS if k in chosen][:2]
-        first, second = (f"{values[k][i]:.4g}" for k in present)
-        confirmed = ", ".join(f"{k!r}: 1" for k in present if k != "loss")
-        scaled = "tokens" if "tokens" in chosen else "compute"
-        or_ignore = ""
-        if "compute" in chosen:
-            or_ignore = f", or leave out FLOPs per second with ignore=[{chosen['compute'].name!r}]"
-        raise ValueError(
-            f"columns {chosen[present[0]].name!r} and {chosen[present[1]].name!r} are {first} and"
-            f" {second} in row {reading.rows[i]}, {ratio[i]:.2g} tokens per parameter, outside"
-            f" {low:g} to {high:g}: they are not on one scale; pass units={{{scaled!r}: 1e3}} or"
-            f" 1e6 or 1e9, for example, or confirm the numbers with units={{{confirmed}}}"
-            f"{or_ignore}"
-        )
+        problem = f": {ratio[i]:.2g} tokens per parameter are outside {low:g} to {high:g}"
+        _refuse(reading, present, i, problem)
     for k in ("parameters", "tokens"):
-        smallest = SMALLEST_MEDIAN[k]
-        if k in chosen and np.median(values[k]) < smallest:
-            raise ValueError(
-                f"column {chosen[k].name!r} is {np.median(values[k]):.4g} in the median, while runs"
-                f" have {smallest:.0e} {k} or more: is it in thousands or millions? Pass"
-                f" units={{{k!r}: 1e6}}, for example, or confirm both columns with units of 1"
-            )
+        if k in present and np.median(values[k]) < SMALLEST_MEDIAN[k]:
+            i = int(np.argsort(values[k])[len(ratio) // 2])
+            problem = f": most runs are below {SMALLEST_MEDIAN[k]:.0e} {k}"
+            _refuse(reading, (k,), i, problem)
 
 
 def _require_ratio_of_rows(reading: Reading) -> None:
     """Raise `ValueError` if the tokens per parameter of a few rows are on another scale."""
     values = reading.values
-    present = [k for k in COLUMNS if k in reading.columns and k != "loss"]
+    present = _list_counts(reading)
     if len(present) == 3 or {*present} <= {*reading.units}:
         return
     ratio = values["tokens"] / values["parameters"]
     order = np.argsort(ratio)
     gaps = np.flatnonzero(np.diff(np.log(ratio[order])) > np.log(SCALE_GAP)) + 1
     parts = np.split(order, gaps)
-    largest_part = max(parts, key=len)
+    most = ratio[max(parts, key=len)]
     low, high = TOKENS_PER_PARAMETER
     for part in parts:
         i = int(part[0])
         # A small table of random sizes and tokens also has such gaps, but they rarely separate so
         # few rows.
-        if len(part) > max(1, len(ratio) / 10) or low <= ratio[i] <= high:
-            continue
-        first, second = (f"{reading.columns[k].name!r} is {values[k][i]:.4g}" for k in present)
-        confirmed = ", ".join(f"{k!r}: 1" for k in present)
-        raise ValueError(
-            f"in row {reading.rows[i]} {first} and {second}, which makes {ratio[i]:.2g} tokens per"
-            f" parameter, while most rows have {ratio[largest_part].min():.2g} to"
-            f" {ratio[largest_part].max():.2g}: correct the unit of the cell, or confirm the"
-            f" numbers with units={{{confirmed}}}"
-        )
+        if len(part) <= max(1, len(ratio) / 10) and not low <= ratio[i] <= high:
+            problem = (
+                f": {ratio[i]:.2g} tokens per parameter, while most rows have {most.min():.2g} to"
+                f" {most.max():.2g}"
+            )
+            _refuse(reading, present, i, problem)
 
 
 def _require_compute(reading: Reading) -> None:
@@ -157,20 +130,12 @@ def _require_compute(reading: Reading) -> None:
     values = reading.values
     if "compute" not in values or "compute" in reading.units:
         return
-    n = values["parameters"]
-    d = values["tokens"]
-    ratio = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * n * d)
+    expected = FLOPS_PER_PARAMETER_TOKEN * values["parameters"] * values["tokens"]
+    ratio = values["compute"] / expected
     i = int(np.argmax(np.abs(np.log(ratio))))
-    if 1 / LARGEST_COMPUTE_RATIO < ratio[i] < LARGEST_COMPUTE_RATIO:
-        return
-    names = {k: column.name for k, column in reading.columns.items()}
-    raise ValueError(
-        f"column {names['compute']!r} is {values['compute'][i]:.4g} in row {reading.rows[i]},"
-        f" {ratio[i]:.3g} times 6 N D of {names['parameters']!r} = {n[i]:.4g} and"
-        f" {names['tokens']!r} = {d[i]:.4g}: a unit is wrong; correct the cell, pass"
-        f" units={{'compute': {1 / ratio[i]:.0e}}}, or leave out FLOPs per second with"
-        f" ignore=[{names['compute']!r}]"
-    )
+    if not 1 / LARGEST_COMPUTE_RATIO < ratio[i] < LARGEST_COMPUTE_RATIO:
+        problem = f": the compute is {ratio[i]:.3g} times 6 N D"
+        _refuse(reading, ("compute", "parameters", "tokens"), i, problem)
 
 
 def _require_loss(reading: Reading) -> None:
@@ -179,25 +144,39 @@ def _require_loss(reading: Reading) -> None:
     Losses with a unit in `units` are not checked.
     """
     loss = reading.values["loss"]
-    column = reading.columns["loss"].name
     if "loss" in reading.units:
         return
-    if len(column) == 1 and (loss == np.round(loss)).all():
-        raise ValueError(
-            f"column {column!r} has only whole numbers, such as {loss[0]:g} in row"
-            f" {reading.rows[0]}, so it may count layers: name the loss with columns={{'loss':"
-            " '…'}, or confirm it with units={'loss': 1}"
-        )
-    if np.median(loss) > LARGEST_LOSS:
-        raise ValueError(
-            f"column {column!r} is {loss[0]:.4g} in row {reading.rows[0]},"
-            f" and above {LARGEST_LOSS:g} nats in most rows: worse than guessing; for hundredths"
-            " pass units={'loss': 0.01}, name a perplexity so, and confirm nats with {'loss': 1}"
-        )
-    if np.median(loss) < SMALLEST_LOSS:
-        raise ValueError(
-            f"column {column!r} is {loss[0]:.4g} in row {reading.rows[0]},"
-            f" and below {SMALLEST_LOSS:g} nats in most rows, less than the loss of any model of"
-            " text: name another column with columns={'loss': '…'}, or confirm it with"
-            " units={'loss': 1}"
-        )
+    name = reading.columns["loss"].name
+    if len(name) == 1 and (loss == np.round(loss)).all():
+        problem = "whole numbers may count layers"
+    elif np.median(loss) > LARGEST_LOSS:
+        problem = f"most rows are above {LARGEST_LOSS:g} nats, which is worse than guessing"
+    elif np.median(loss) < SMALLEST_LOSS:
+        problem = f"most rows are below {SMALLEST_LOSS:g} nats, less than any model of text has"
+    else:
+        return
+    raise ValueError(
+        f"column {name!r} is {loss[0]:.4g} in row {reading.rows[0]}: {problem}; name another column"
+        " with columns={'loss': '…'}, name a perplexity so, pass units={'loss': 0.01} for"
+        " hundredths, or confirm nats with units={'loss': 1}"
+    )
+
+
+def _list_counts(reading: Reading) -> list[str]:
+    """Return which of parameters, tokens and compute are columns of the table."""
+    return [k for k in USUAL_UNITS if k in reading.columns]
+
+
+def _refuse(reading: Reading, quantities: Sequence[str], i: int, problem: str) -> NoReturn:
+    """Raise `ValueError` about cells of row i, the first of which is on the wrong scale."""
+    present = [k for k in quantities if k in reading.columns]
+    names = {k: reading.columns[k].name for k in present}
+    cells = [f"column {names[k]!r} is {reading.values[k][i]:.5g}" for k in present]
+    unit, unit_name = USUAL_UNITS[present[0]]
+    confirmed = ", ".join(f"{k!r}: 1" for k in present)
+    raise ValueError(
+        f"{' and '.join(cells)} in row {reading.rows[i]}{problem}; correct the cell, or pass"
+        f" units={{{present[0]!r}: {unit}}} if the numbers are {unit_name}, for example, or confirm"
+        f" them with units={{{confirmed}}}, or leave out a column of something else, such as FLOPs"
+        f" per second, with ignore=[{names[present[0]]!r}]"
+    )

@@ -7,7 +7,7 @@ states that may mean finished or stopped, and rows that summarize other rows, su
 
 import itertools
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,9 +63,13 @@ def flag_complete_runs(table: Table, messages: list[str], choices: list[str]) ->
     `_step` may do. It is not compared, and this choice is appended to `choices`. Raises
     `ValueError` if it agrees in fewer than half of the rows, or if no `progress` is complete.
     """
-    progress = [*_iter_planned_progress(table, is_planned_steps, is_current_step, choices)]
+    plans = [*filter(is_planned_steps, table.columns)]
+    counters = [*filter(is_current_step, table.columns)]
+    progress = [*_iter_planned_progress(table, plans, counters, choices)]
     if not progress:
-        progress = [*_iter_planned_progress(table, _is_planned_epochs, _is_current_epoch, choices)]
+        plans = [name for name in table.columns if has_ending(name, WORDS["planned_epochs"])]
+        counters = [name for name in table.columns if split_words(name)[-1:] == ["epoch"]]
+        progress = [*_iter_planned_progress(table, plans, counters, choices)]
     progress += _iter_progress_columns(table)
     reached = np.ones(len(table), bool)
     for name, plan, fraction in progress:
@@ -80,14 +84,9 @@ def flag_complete_runs(table: Table, messages: list[str], choices: list[str]) ->
 
 
 def _iter_planned_progress(
-    table: Table,
-    is_plan: Callable[[str], bool],
-    is_counter: Callable[[str], bool],
-    choices: list[str],
+    table: Table, plans: Sequence[str], counters: Sequence[str], choices: list[str]
 ) -> Iterator[tuple[str, str, Array]]:
     """Yield columns that count up to a plan, with the plan and the fraction that is done."""
-    plans = filter(is_plan, table.columns)
-    counters = [*filter(is_counter, table.columns)]
     for plan, name in itertools.product(plans, counters):
         planned = parse_numbers(table.get_cells(plan))
         fraction = parse_numbers(table.get_cells(name)) / np.where(planned > 0, planned, np.nan)
@@ -122,14 +121,6 @@ def _iter_progress_columns(table: Table) -> Iterator[tuple[str, str, Array]]:
                 f" column is not the progress of the runs: read all rows with ignore=[{name!r}]"
             )
         yield name, str(complete[0]), np.nan_to_num(done / complete[0])
-
-
-def _is_planned_epochs(name: str) -> bool:
-    return has_ending(name, WORDS["planned_epochs"])
-
-
-def _is_current_epoch(name: str) -> bool:
-    return split_words(name)[-1:] == ["epoch"]
 
 
 def is_true(cell: Any) -> bool:

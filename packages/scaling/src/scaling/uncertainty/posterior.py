@@ -24,7 +24,6 @@ the intervals, which could otherwise change by a factor of two if a few runs are
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 from scipy.special import erf, ndtr
@@ -222,10 +221,10 @@ def sample_posterior(fit: Estimate, *, draws: int = DRAWS) -> Posterior:
     # Noiseless runs have only rounding errors.
     noise = max(estimate_noise(fit), 1e-12)
     random = np.random.default_rng(0)
-    exponents = _propose_exponents(fit, noise, draws, random)
-    constants, squares = _draw_amplitudes(fit, exponents.values, noise, freedom, random)
+    exponents, log_prior, log_density = _propose_exponents(fit, noise, draws, random)
+    constants, squares = _draw_amplitudes(fit, exponents, noise, freedom, random)
     likelihood = -(freedom + 2) / 2 * np.log1p(squares / (freedom * noise**2))
-    log_weights = likelihood + exponents.log_prior - exponents.log_density
+    log_weights = likelihood + log_prior - log_density
     possible = (constants > 0).all(1) & np.isfinite(log_weights)
     if not possible.any():
         return _build_unbounded_posterior(fit, NO_LAWS)
@@ -237,18 +236,14 @@ def _build_unbounded_posterior(fit: Estimate, reason: str) -> Posterior:
     return Posterior(fit.law, fit.law.constants[None], np.empty(0), reason=reason)
 
 
-class _Exponents(NamedTuple):
-    """Drawn pairs of exponents (draws, 2), with log densities of the prior and of the proposal."""
-
-    values: Array
-    log_prior: Array
-    log_density: Array
-
-
 def _propose_exponents(
     fit: Estimate, noise: float, draws: int, random: np.random.Generator
-) -> _Exponents:
-    """Return exponents drawn from a t distribution about the maximum of likelihood times prior."""
+) -> tuple[Array, Array, Array]:
+    """Return exponents drawn from a t distribution about the maximum of likelihood times prior.
+
+    The result is the pairs of exponents (draws, 2), the log densities of the prior (draws,), and
+    those of the proposal.
+    """
     problem = fit.problem
     theta = problem.from_constants(fit.law.constants)
     jacobian = newton.compute_log_jacobian(problem, theta).copy()
@@ -272,7 +267,7 @@ def _propose_exponents(
     log_prior = -(deviations**2).sum(1) / 2
     bounds = np.log(np.array(problem.bounds)[:, 3:])
     log_prior[((logs < bounds[0]) | (logs > bounds[1])).any(1)] = -np.inf
-    return _Exponents(np.exp(np.clip(logs, *bounds)), log_prior, log_density)
+    return np.exp(np.clip(logs, *bounds)), log_prior, log_density
 
 
 def _draw_amplitudes(

@@ -215,7 +215,8 @@ class _Replay:
         if not isinstance(inputs, Tensor):
             raise TypeError(
                 f"expected a tensor as the input of {name}, got a {type(inputs).__name__}; a batch "
-                "is the single argument of the model, or a mapping of keyword arguments"
+                "is the single argument of the model, or a mapping of keyword arguments; of pairs "
+                "(inputs, targets), pass the inputs only"
             )
         self._run.reach(name, inputs)
 

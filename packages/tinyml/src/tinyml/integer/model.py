@@ -101,9 +101,7 @@ class IntegerModel(nn.Module):
 @torch.no_grad()
 def _calibrate(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Step], list[QuantParams]]:
     """Return the steps of `model` and the quantization parameters of every step."""
-    values = torch.cat([batch.detach() for batch in require_batches(batches)])
-    if not values.numel():
-        raise ValueError("expected at least one input to calibrate on, got empty batches")
+    values = _join_batches(batches)
     steps = trace(model, values)
     # Inputs may be integers, such as the bytes of an image, and the steps compute with floats.
     values_of: dict[Step, Tensor] = {steps[0]: values * 1.0}
@@ -125,6 +123,20 @@ def _calibrate(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Step],
             if last_reader[source] is step:
                 del values_of[source]
     return steps, [params[step] for step in steps]
+
+
+def _join_batches(batches: Sequence[Tensor]) -> Tensor:
+    listed = require_batches(batches)
+    for batch in listed:
+        if not isinstance(batch, Tensor):
+            raise TypeError(
+                f"expected tensors as batches, got a {type(batch).__name__}; of pairs (inputs, "
+                "targets), pass the inputs only"
+            )
+    values = torch.cat([batch.detach() for batch in listed])
+    if not values.numel():
+        raise ValueError("expected at least one input to calibrate on, got empty batches")
+    return values
 
 
 def _compute_quant_params(values: Tensor) -> QuantParams:

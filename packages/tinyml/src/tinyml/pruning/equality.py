@@ -38,9 +38,10 @@ def check_equal(
     small, dense, inputs, is_double = _as_double(small, dense, inputs)
     with evaluation_mode(small), evaluation_mode(dense):
         example = _make_call(inputs)
-        _check_call(small, example, list_tensors(example(dense)), is_double)
+        outputs = list_tensors(example(dense))
+        _check_call(small, example, outputs, is_double)
         # Indices out of bounds are an error on a CPU, but make a GPU unusable for the process.
-        for calls in _iter_variants(inputs, sizes) if is_double else ():
+        for calls in _iter_variants(inputs, outputs, sizes) if is_double else ():
             for call in calls:
                 try:
                     expected = list_tensors(call(dense))
@@ -71,11 +72,20 @@ def _to_double(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else None)
 
 
-def _make_call(inputs: tuple[Any, ...]) -> _Call:
-    """Return a call with `inputs`, which are copied because the model may write into them."""
+def _make_call(inputs: tuple[Any, ...], has_batch: Sequence[bool] = ()) -> _Call:
+    """Return a call with `inputs`, which are copied because the model may write into them.
+
+    The call raises `ValueError` if an output for which `has_batch` is True has another batch size
+    than `inputs`. In this case `x.view(-1, 288)` has divided one sample among several rows.
+    """
 
     def call(model: nn.Module) -> Any:
-        return model(*tree_map_only(Tensor, Tensor.clone, inputs))
+        outputs = model(*tree_map_only(Tensor, Tensor.clone, inputs))
+        batch = list_tensors(inputs)[0].shape[:1] if has_batch else ()
+        for output, is_checked in zip(list_tensors(outputs), has_batch, strict=False):
+            if is_checked and output.shape[:1] != batch:
+                raise ValueError(f"expected the batch size {batch}, got {output.shape[:1]}")
+        return outputs
 
     return call
 
@@ -95,8 +105,13 @@ def _make_cached_call(tokens: Tensor) -> _Call:
     return call
 
 
-def _iter_variants(inputs: tuple[Any, ...], sizes: Sequence[int]) -> Iterator[list[_Call]]:
-    """Yield lists of alternative calls; the first that the dense model accepts is compared."""
+def _iter_variants(
+    inputs: tuple[Any, ...], outputs: Sequence[Tensor], sizes: Sequence[int]
+) -> Iterator[list[_Call]]:
+    """Yield lists of alternative calls; the first that the dense model accepts is compared.
+
+    `outputs` are those for `inputs`.
+    """
     first = next(iter(list_tensors(inputs)), None)
     if first is None or not first.dim():
         return
@@ -112,7 +127,10 @@ def _iter_variants(inputs: tuple[Any, ...], sizes: Sequence[int]) -> Iterator[li
             if length > old_length:
                 alternatives += _resize(single, dim, length) + _resize(inputs, dim, length)
         longer_inputs.append(alternatives)
-        yield [_make_call(variant) for variant in alternatives]
+        # With one position, the outputs for all positions together also have the batch size.
+        is_known = first.dim() > 1 and old_length > 1
+        has_batch = [is_known and out.shape[:1] == first.shape[:1] for out in outputs]
+        yield [_make_call(variant, has_batch) for variant in alternatives]
     for batch in _BATCHES:
         yield [_make_call(variant) for variant in _resize(inputs, 0, batch)]
         if first.dim() == 2 and not first.is_floating_point():

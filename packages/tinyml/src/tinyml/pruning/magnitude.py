@@ -25,7 +25,10 @@ from tinyml.validation import format_names
 
 
 class Masks(dict[str, Tensor]):
-    """A dictionary from parameter names to bool masks, which are True for remaining weights."""
+    """A dictionary from parameter names to bool masks, which are True for remaining weights.
+
+    `torch.load` reads the file of `torch.save(dict(masks), path)`; pass its result to `Masks`.
+    """
 
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:

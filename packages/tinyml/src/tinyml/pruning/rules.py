@@ -92,7 +92,7 @@ def _follow_product(
     bias_name = None if bias is None else walk.find_name_if_used_once(bias)
     if name is None or (bias is not None and bias_name is None):
         return walk.block_product(node, weight, bias)
-    if units is not None and units.dim == dim:
+    if units is not None and units.dim == dim and name not in walk.weights_of_fixed_width:
         walk.add_slices(units, [(name, axes[0])], "reader")
     else:
         walk.block(node)

@@ -43,6 +43,13 @@ class Walk:
         self._rules = rules
         self.reads = SizeReads()
         self.graph = export_graph(model, inputs, self.reads)
+        #: Weights whose number of inputs must equal an attribute of the module.
+        self.weights_of_fixed_width = {
+            f"{path}.{key}".lstrip(".")
+            for path, module in model.named_modules()
+            if isinstance(module, nn.MultiheadAttention)
+            for key in ("in_proj_weight", "q_proj_weight")
+        }
         self._merged: dict[Group, Group] = {}
         #: For each visited node: its `Units`, a list of `Units` for a split, or None if no units
         #: are followed past the node.

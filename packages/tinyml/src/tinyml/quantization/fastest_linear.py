@@ -33,6 +33,7 @@ from tinyml.layers import (
     is_conv1d,
     is_instance_of,
     is_product,
+    name_computed_weights,
 )
 from tinyml.quantization.rounded_weight import attach_gradient
 from tinyml.timing import Timing, find_stored_timing, is_captured, measure, store_timing
@@ -246,6 +247,7 @@ def install_fastest_linears(
         raise ValueError(
             f"expected nn.Linear layers to replace in the {type(model).__name__}, got none"
             f"{' outside of protect' if protected else ''}"
+            f"{name_computed_weights(model, (nn.Linear,))}"
         )
     check_weights({name: linear for linear, name in linears.items()})
     replacements: dict[nn.Module, nn.Module] = {}

@@ -67,6 +67,23 @@ class Probe:
     tolerance: float = 5e-5
 
 
+def suggest_remedy(model: nn.Module) -> str:
+    """Return the end of an error message for a model whose logits no description reproduces."""
+    settings = (
+        "pass the properties of the model as settings (eps=, activation=, rope_theta=, scale=, "
+        "windows=, ...)"
+    )
+    hooked = [
+        name or "the model"
+        for name, module in model.named_modules()
+        if module._forward_hooks or module._forward_pre_hooks
+    ]
+    if not hooked:
+        return settings
+    names = ", ".join(hooked[:4]) + (", ..." if len(hooked) > 4 else "")
+    return f"remove the hooks of {names}; if they change nothing, {settings}"
+
+
 @torch.no_grad()
 def find_matching_settings(
     model: nn.Module,
@@ -108,9 +125,8 @@ def find_matching_settings(
                 raise ValueError(
                     f"no description of this {type(model).__name__} reproduces its logits: in the "
                     f"{probe.name} comparison of {probe.length} tokens, the smallest relative "
-                    f"error is {min(errors):.2g}, expected at most {probe.tolerance:.2g}; pass the "
-                    "properties of the model as settings (eps=, activation=, rope_theta=, scale=, "
-                    "windows=, ...)"
+                    f"error is {min(errors):.2g}, expected at most {probe.tolerance:.2g}; "
+                    f"{suggest_remedy(model)}"
                 )
             passed = [error <= probe.tolerance for error in errors]
             candidates = list(itertools.compress(candidates, passed))
