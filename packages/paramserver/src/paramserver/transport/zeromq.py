@@ -76,8 +76,8 @@ class ZeroMQServer:
         zmq = import_zmq()
         if keys is None and not re.match(r"ipc://|tcp://(localhost|127(\.\d+){3}):", address):
             raise ValueError(
-                f"expected keys or a loopback address, such as tcp://127.0.0.1:5550, got "
-                f"{address}; pass keys if other machines have to reach the server"
+                f"expected keys or a loopback address, got {address}; "
+                "pass keys, or bind tcp://127.0.0.1:PORT"
             )
         self.core = core
         self._journal = journal
