@@ -830,15 +830,16 @@ def test_sweep_is_read_as_its_best_setting_with_all_seeds():
         ):
             runs = load_runs(early)
         assert sorted(runs.loss) == [3.1] * 4 + [3.11] * 4
-    # Only the design that has fewer runs of the rate is affected.
-    mixed = [row if row["D"] < 8e9 else end for row, end in zip(rows, early, strict=True)]
+    # Only designs with at least the tokens of the diverged seed are affected.
+    later = [row | {"D": row["D"] * (0.6 if row["loss"] != row["loss"] else 1)} for row in diverged]
+    mixed = [row if row["D"] < 4e9 else end for row, end in zip(rows, later, strict=True)]
     with (
         pytest.warns(ScalingWarning, match="left out"),
         pytest.warns(ScalingWarning, match="if possible without a loss of nan, is"),
     ):
         runs = load_runs(mixed)
-    assert sorted(runs.loss[runs.tokens < 8e9]) == [3.0] * 2 + [3.01] * 2
-    assert sorted(runs.loss[runs.tokens > 2e9]) == [3.1] * 2 + [3.11] * 2
+    assert sorted(runs.loss[runs.tokens < 4e9]) == [3.0] * 2 + [3.01] * 2
+    assert sorted(runs.loss[runs.tokens > 4e9]) == [3.1] * 2 + [3.11] * 2
     only = [row for row in diverged if row["config.lr"] == 2 or row["N"] > 1e8]
     with (
         pytest.warns(ScalingWarning, match="left out"),

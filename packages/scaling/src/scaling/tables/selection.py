@@ -126,7 +126,7 @@ def keep_best_settings(reading: Reading, started: Table) -> None:
     of_row = of_row.reshape(-1)
     mean = np.bincount(of_row, reading.values["loss"]) / np.bincount(of_row)
     diverged = np.zeros(len(mean), bool)
-    diverged[of_row[_flag_diverged_settings(reading, started, names, design, setting)]] = True
+    diverged[of_row[_flag_diverged_settings(reading, started, names)]] = True
     # The first setting of each design in this order is its best.
     order = np.lexsort((mean, diverged, pairs[0]))
     best = order[np.diff(pairs[0][order], prepend=-1) > 0]
@@ -144,11 +144,7 @@ def keep_best_settings(reading: Reading, started: Table) -> None:
 
 
 def _flag_diverged_settings(
-    reading: Reading,
-    started: Table,
-    names: Sequence[str],
-    design: NDArray[np.intp],
-    setting: NDArray[np.intp],
+    reading: Reading, started: Table, names: Sequence[str]
 ) -> NDArray[np.bool_]:
     """Return True for each row whose design and setting equal those of a run with a loss of nan."""
     is_nan = flag_diverged(started, reading.columns["loss"].name, ("nan",))
@@ -164,30 +160,17 @@ def _flag_diverged_settings(
     if "parameters" not in parts or not len(early):
         return flags
     # A run that diverged at the tokens of no other run stopped early, so its planned tokens are
-    # unknown. It belongs to the designs of its size with at least its tokens. If its setting has
-    # fewer runs than another setting in some of these designs, it belongs to them.
+    # unknown. Its setting counts as diverged in all designs of its size with at least its tokens.
     sizes = encode_settings(started, parts["parameters"], SAME_SIZE)
     tokens = np.ones(len(started))
     for name in parts["tokens" if "tokens" in parts else "compute"]:
         tokens = tokens * parse_numbers(started.columns[name])
-    first = np.flatnonzero(remains)[np.unique(design, return_index=True)[1]]
-    pairs, counts = np.unique(np.stack([design, setting]), axis=1, return_counts=True)
-    most = np.zeros(len(first), np.intp)
-    np.maximum.at(most, pairs[0], counts)
-    code_of = dict(zip(settings[remains].tolist(), setting.tolist(), strict=True))
-    seen: set[tuple[int, bytes]] = set()
-    for i in early:
-        # Blank tokens are compatible with each design.
-        fits = (sizes[first] == sizes[i]) & ~(tokens[i] > tokens[first] * (1 + SAME_TOKENS))
-        code = code_of.get(int(settings[i]), -1)
-        if code < 0 or (key := (code, fits.tobytes())) in seen:
-            continue
-        seen.add(key)
-        count = np.bincount(design[setting == code], minlength=len(first))
-        is_incomplete = fits & (count < most)
-        belongs = is_incomplete if is_incomplete.any() else fits
-        flags |= belongs[design] & (setting == code)
-    return flags
+    groups = np.unique(np.stack([sizes, settings]), axis=1, return_inverse=True)[1].reshape(-1)
+    fewest_tokens = np.full(groups.max() + 1, np.inf)
+    # Blank tokens are compatible with each design.
+    np.minimum.at(fewest_tokens, groups[early], np.nan_to_num(tokens[early], nan=0.0))
+    may_diverge = tokens * (1 + SAME_TOKENS) >= fewest_tokens[groups]
+    return flags | may_diverge[remains]
 
 
 def _encode_methods(reading: Reading, name: str) -> NDArray[np.intp]:
