@@ -28,7 +28,7 @@ FIXED = ("_", "add_cross", "is_decoder", "is_encoder", "layer_types", "num_label
 SIZES = ("size", "dim", "rank", "num_", "head", "window")
 
 
-def classes(family: str) -> list[str]:
+def list_classes(family: str) -> list[str]:
     """Return the classes of transformers that build a model type."""
     from transformers.models.auto import modeling_auto
 
@@ -39,7 +39,7 @@ def classes(family: str) -> list[str]:
     return list(listed)
 
 
-def default_class(family: str) -> str | None:
+def find_default_class(family: str) -> str | None:
     """Return the class that a configuration without `architectures` describes, or None.
 
     It is the bare model of an encoder, and a language model with its head otherwise.
@@ -54,14 +54,14 @@ def default_class(family: str) -> str | None:
     return None
 
 
-def drawn(fields: dict[str, Any], rng: random.Random, nested: bool = False) -> dict[str, Any]:
+def draw_fields(fields: dict[str, Any], rng: random.Random, nested: bool = False) -> dict[str, Any]:
     """Return random values for about a third of the integers and switches of a configuration."""
     chosen: dict[str, Any] = {}
     for name, value in fields.items():
         if name.startswith(FIXED) or "token" in name or name == "model_type":
             continue
         if isinstance(value, dict) and value.get("model_type") and not nested:
-            inner = drawn(value, rng, nested=True)
+            inner = draw_fields(value, rng, nested=True)
             chosen[name] = inner | {"model_type": value["model_type"]}
         elif name in DEPTHS and isinstance(value, int):
             chosen[name] = rng.choice((1, 2, 3, 4))
@@ -77,7 +77,7 @@ def drawn(fields: dict[str, Any], rng: random.Random, nested: bool = False) -> d
     return chosen
 
 
-def built(name: str, family: str, sizes: dict[str, Any]) -> torch.nn.Module | None:
+def build_module(name: str, family: str, sizes: dict[str, Any]) -> torch.nn.Module | None:
     """Return a module of a class on the meta device, or None if transformers refuses the sizes."""
     import transformers
     from transformers.initialization import no_init_weights
@@ -95,7 +95,7 @@ def built(name: str, family: str, sizes: dict[str, Any]) -> torch.nn.Module | No
     return module
 
 
-def language_model_size(module: torch.nn.Module) -> int:
+def count_language_model_parameters(module: torch.nn.Module) -> int:
     """Return the number of parameters of a multimodal module's language model with its head."""
     parameters: dict[int, torch.nn.Parameter] = {}
     inner: torch.nn.Module | None = module
@@ -109,12 +109,12 @@ def language_model_size(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in parameters.values())
 
 
-def size_of(module: torch.nn.Module) -> int:
+def count_parameters(module: torch.nn.Module) -> int:
     """Return the number of parameters of a module; a shared parameter counts once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def outcomes(
+def count_outcomes(
     family: str, draws: int, seed: int = 0, needed: Mapping[str, Any] = {}
 ) -> Counter[str]:
     """Count random configurations that are exact, refused, or without their other parts.
@@ -126,15 +126,15 @@ def outcomes(
     import transformers
 
     counts: Counter[str] = Counter()
-    names = classes(family)
+    names = list_classes(family)
     try:
         fields = transformers.AutoConfig.for_model(family).to_dict()
     except Exception:
         return counts
     rng = random.Random(f"{family} {seed}")
     for _ in range(draws if names else 0):
-        sizes, name = drawn(fields, rng) | dict(needed), rng.choice(names)
-        module = built(name, family, sizes)
+        sizes, name = draw_fields(fields, rng) | dict(needed), rng.choice(names)
+        module = build_module(name, family, sizes)
         if module is None:
             continue
         counts["built"] += 1
@@ -143,8 +143,8 @@ def outcomes(
             (module, all_fields | {"architectures": [name]}),
             (module, sizes | {"model_type": family, "architectures": [name]}),
         ]
-        default = default_class(family)
-        whole = module if name == default else default and built(default, family, sizes)
+        default = find_default_class(family)
+        whole = module if name == default else default and build_module(default, family, sizes)
         if whole:
             cases.append((whole, all_fields | {"architectures": None}))
             cases.append((whole, sizes | {"model_type": family}))
@@ -157,7 +157,11 @@ def outcomes(
                 counts["type refused"] += "model_type" in str(error)
                 continue
             is_part = "without its other parts" in model.name
-            known = language_model_size(reference) if is_part else size_of(reference)
+            known = (
+                count_language_model_parameters(reference)
+                if is_part
+                else count_parameters(reference)
+            )
             assert model.size == known, (type(reference).__name__, model.size, known, content)
             counts["without other parts" if is_part else "exact"] += 1
         if counts["type refused"] > 8 and counts["type refused"] >= 2 * counts["built"]:

@@ -7,7 +7,7 @@ from accounting.model.records import Experts, Window
 from hypothesis import strategies as st
 
 
-def shapes() -> st.SearchStrategy[Transformer]:
+def draw_shapes() -> st.SearchStrategy[Transformer]:
     """Return random models with optional grouped queries, experts, windows, biases and ties."""
 
     @st.composite
@@ -38,7 +38,7 @@ def shapes() -> st.SearchStrategy[Transformer]:
     return build()
 
 
-def even(shape: Transformer) -> Transformer:
+def make_divisible(shape: Transformer) -> Transformer:
     """Return the shape with sizes that four devices can split."""
     return replace(
         shape,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-def described(module: Any) -> Transformer:
+def describe_module(module: Any) -> Transformer:
     """Return the description of a module of transformers from its configuration and its class."""
     content = module.config.to_dict() | {"architectures": [type(module).__name__]}
     return Transformer.from_hf(content)
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 @contextmanager
-def world_of(ranks: int, rank: int = 0) -> Iterator[Any]:
+def emulate_world(ranks: int, rank: int = 0) -> Iterator[Any]:
     """Yield the mesh of one rank in a group whose collectives send nothing."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore

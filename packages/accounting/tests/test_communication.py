@@ -10,7 +10,7 @@ from accounting.model.records import Experts
 from accounting.time.collective import Collective
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_shapes import even, shapes
+from random_shapes import draw_shapes, make_divisible
 
 SMALL = Transformer(layers=4, d_model=64, heads=8, kv_heads=4, vocab_size=96)
 SPARSE = Transformer(
@@ -22,7 +22,7 @@ SPARSE = Transformer(
 )
 
 
-def ring_all_reduce_bytes(ranks: int, elements: int) -> list[int]:
+def count_ring_all_reduce_bytes(ranks: int, elements: int) -> list[int]:
     """Return the bytes that each rank of a ring of threads sends, and check the reduced sum."""
     data = [torch.full((elements,), float(r + 1)) for r in range(ranks)]
     sent = [0] * ranks
@@ -59,7 +59,7 @@ def test_wire_bytes_equal_simulated_ring(ranks: int) -> None:
     ring = Collective(
         name="x", operation="all_reduce", axis="data", ranks=ranks, count=1, call_bytes=4 * elements
     )
-    assert ring_all_reduce_bytes(ranks, elements) == [ring.wire] * ranks
+    assert count_ring_all_reduce_bytes(ranks, elements) == [ring.wire] * ranks
     link = Link(name="slow", bandwidth=1.0, latency=1e-3)
     assert ring.compute_seconds(link) == pytest.approx(2 * (ranks - 1) * 1e-3 + ring.wire)
     # With many ranks and small messages, a tree has less latency.
@@ -87,7 +87,7 @@ def test_payload_equals_tensors_of_torch_fsdp(
             name = str(function)
             if name.startswith("c10d."):
                 # The larger side of either collective is the payload.
-                sizes = [t.nbytes for a in args for t in _tensors(a)]
+                sizes = [t.nbytes for a in args for t in _list_tensors(a)]
                 key = name.split(".")[1].strip("_")
                 self.seen[key] = self.seen.get(key, 0) + max(sizes, default=0)
             return function(*args, **(kwargs or {}))
@@ -117,11 +117,11 @@ def test_payload_equals_tensors_of_torch_fsdp(
     assert scattered == sum(c.payload for c in ours if c.operation == "reduce_scatter")
 
 
-def _tensors(argument: object) -> list[torch.Tensor]:
+def _list_tensors(argument: object) -> list[torch.Tensor]:
     if isinstance(argument, torch.Tensor):
         return [argument]
     if isinstance(argument, list | tuple):
-        return [t for item in argument for t in _tensors(item)]
+        return [t for item in argument for t in _list_tensors(item)]
     return []
 
 
@@ -202,12 +202,12 @@ def test_inner_stages_send_activations_and_gradients() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(shapes(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(0, 3))
+@given(draw_shapes(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(0, 3))
 def test_wire_is_sum_and_only_model_parallel_traffic_grows_with_the_batch(
     shape: Transformer, tensor: int, pipeline: int, zero: int
 ) -> None:
     plan = Plan(data=2, tensor=tensor, pipeline=pipeline, zero=zero, microbatches=2)
-    small, large = (communication(even(shape), plan, batch=n, seq=8) for n in (4, 8))
+    small, large = (communication(make_divisible(shape), plan, batch=n, seq=8) for n in (4, 8))
     assert small.wire.total == sum(c.wire for c in small)
     if tensor * pipeline > 1:
         assert small.wire.total < large.wire.total

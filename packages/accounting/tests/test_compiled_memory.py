@@ -13,7 +13,7 @@ SIZES: dict[str, Any] = {"layers": 3, "d_model": 64, "heads": 4, "d_ff": 160}
 GELU: dict[str, Any] = {"gated_mlp": False, "activation": "gelu"}
 
 
-def saved_bytes(model: Model, tokens: torch.Tensor) -> int:
+def count_saved_bytes(model: Model, tokens: torch.Tensor) -> int:
     """Return the bytes that the forward of a compiled step saves, without weights and inputs.
 
     The graph is partitioned as for Inductor.
@@ -42,7 +42,7 @@ def test_compiled_activations_equal_partitioner_saves(more: dict[str, Any]) -> N
     sizes = SIZES | {"layers": 1}
     shape, work = Transformer(**sizes, vocab_size=512, **more), Workload(batch=2, seq=32)
     torch._dynamo.reset()
-    result = saved_bytes(Model(shape), torch.zeros(2, 32, dtype=torch.long))
+    result = count_saved_bytes(Model(shape), torch.zeros(2, 32, dtype=torch.long))
     saved = count_activation_bytes(shape, None, work, compiled=True).total
     head = count_head_activation_bytes(shape, Plan(), Workload(batch=2, seq=32, compiled=True))
     later = ("token ids and targets", "gradient of the logits")

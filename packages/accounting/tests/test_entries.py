@@ -142,7 +142,7 @@ FREE = {
 }
 
 
-def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+def iter_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield the name and the function of each public function of the package."""
     for module in pkgutil.walk_packages(accounting.__path__, "accounting."):
         path = module.name.removeprefix("accounting.")
@@ -155,7 +155,7 @@ def functions() -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield f"{path}.{name}", result
 
 
-FUNCTIONS = dict(functions())
+FUNCTIONS = dict(iter_functions())
 FERMI = {
     name: {
         parameter.name: 2 if parameter.annotation is int else 2.0
@@ -187,7 +187,7 @@ MAY_BE_ZERO = {
 }
 
 
-def wrong(name: str, value: object, *, optional: bool) -> list[object]:
+def list_wrong_values(name: str, value: object, *, optional: bool) -> list[object]:
     """Return values that are invalid in place of `value`."""
     nothing = [] if optional else [None]
     if isinstance(value, bool):
@@ -215,7 +215,9 @@ def test_every_public_function_has_test_arguments() -> None:
             assert result in RECORDS
 
 
-def refused(call: Callable[..., object], arguments: dict[str, Any], name: str, bad: object) -> None:
+def check_refusal(
+    call: Callable[..., object], arguments: dict[str, Any], name: str, bad: object
+) -> None:
     with pytest.raises((ValueError, TypeError, FileNotFoundError)) as caught:
         call(**arguments | {name: bad})
     # The message names the argument or the value, and is not an error of Python itself.
@@ -233,8 +235,8 @@ def test_every_argument_of_public_functions_is_checked(entry: str) -> None:
         if (entry, name) in FREE:
             continue
         default = parameters[name].default if name in parameters else ""
-        for bad in wrong(name, value, optional=default is None or name == "plan"):
-            refused(call, arguments, name, bad)
+        for bad in list_wrong_values(name, value, optional=default is None or name == "plan"):
+            check_refusal(call, arguments, name, bad)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -251,8 +253,8 @@ def test_every_field_of_every_record_is_checked(record: type) -> None:
         if field.name in ("name", "chip", "source", "products") or field.name not in arguments:
             continue
         value = arguments[field.name]
-        for bad in wrong(field.name, value, optional="None" in str(field.type)):
-            refused(record, arguments, field.name, bad)
+        for bad in list_wrong_values(field.name, value, optional="None" in str(field.type)):
+            check_refusal(record, arguments, field.name, bad)
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         dataclasses.replace(built, **{max(arguments, key=len)[:-1]: 1})
 
@@ -319,26 +321,26 @@ def test_words_that_are_not_parsed_end_with_status_2(
         ),
         (lambda: Experts(count=2, per_token=1, layers=()), "expected experts.layers with"),
         (
-            lambda: _shape(window=Window(size=4), attention_layers=()),
+            lambda: _make_shape(window=Window(size=4), attention_layers=()),
             "expected window in a layer with attention",
         ),
         (
-            lambda: _shape(window=Window(size=4, layers=(9,))),
+            lambda: _make_shape(window=Window(size=4, layers=(9,))),
             r"expected layers of window.layers from 0 to 3, got 9",
         ),
         (lambda: Window(size=4, layers="01"), "expected window.layers to list layers"),
         (lambda: MLA(kv_rank=4, rope_head_dim=2, index_heads=2), "index_top and q_rank together"),
-        (lambda: _shape(qk_norm=1), "expected qk_norm to be one of .*, got 1"),
+        (lambda: _make_shape(qk_norm=1), "expected qk_norm to be one of .*, got 1"),
         (
-            lambda: _shape(window=Window(size=4, chunked=True), causal=False),
+            lambda: _make_shape(window=Window(size=4, chunked=True), causal=False),
             r"expected window\.chunked=False for an encoder, got True",
         ),
         (
-            lambda: _shape(heads=0, attention_layers=(1,)),
+            lambda: _make_shape(heads=0, attention_layers=(1,)),
             "expected heads >= 1 with attention_layers",
         ),
         (
-            lambda: accounting.flops(_shape(causal=False), seq=4, phase="decode"),
+            lambda: accounting.flops(_make_shape(causal=False), seq=4, phase="decode"),
             "expected phase 'forward' or 'training' for the encoder",
         ),
     ],
@@ -348,11 +350,11 @@ def test_invalid_combinations_are_refused(call: Callable[[], object], message: s
         call()
 
 
-def _shape(**more: Any) -> Transformer:
+def _make_shape(**more: Any) -> Transformer:
     return Transformer(**{"layers": 4, "d_model": 64, "heads": 8, "vocab_size": 100} | more)
 
 
-def _memory(**more: Any) -> object:
+def _predict_memory(**more: Any) -> object:
     return training_memory(**RUN, **more)
 
 
@@ -367,7 +369,7 @@ def test_serve_reports_required_bytes(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_an_encoder_keeps_no_cache() -> None:
-    assert kv_cache(_shape(causal=False, lm_head=False), seq=100).total == 0
+    assert kv_cache(_make_shape(causal=False, lm_head=False), seq=100).total == 0
 
 
 def test_workload_record_equals_keywords() -> None:

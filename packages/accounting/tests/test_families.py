@@ -28,8 +28,8 @@ from accounting.cli.serving import estimate_serving
 from accounting.model.family_tables import ENCODERS, FAMILIES, MULTIMODAL
 from accounting.model.registry import build_transformer_arguments
 from accounting.model.transformer import _count_part_sizes
-from random_configurations import outcomes
-from reference import described
+from random_configurations import count_outcomes
+from reference import describe_module
 from transformers_cache import get_cache_name
 
 # Four layers are enough to tell the kinds of layers apart.
@@ -95,7 +95,7 @@ def build(family: str, sizes: dict[str, Any]) -> torch.nn.Module:
 
 
 @cache
-def defaults(family: str) -> dict[str, Any]:
+def read_defaults(family: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
     content = AutoConfig.for_model(family).to_dict()
@@ -104,8 +104,8 @@ def defaults(family: str) -> dict[str, Any]:
     return content
 
 
-def small(family: str) -> dict[str, Any]:
-    depths = {name: 4 for name in DEPTHS if isinstance(defaults(family).get(name), int)}
+def make_small(family: str) -> dict[str, Any]:
+    depths = {name: 4 for name in DEPTHS if isinstance(read_defaults(family).get(name), int)}
     if family == "nemotron_h":
         depths = {}
     return depths | NEEDED.get(family, {})
@@ -113,7 +113,7 @@ def small(family: str) -> dict[str, Any]:
 
 def flips(family: str) -> Iterator[dict[str, Any]]:
     """Yield the configuration with one switch or one size changed."""
-    for name, value in defaults(family).items():
+    for name, value in read_defaults(family).items():
         if name in NEEDED.get(family, {}) or name.startswith(NO_SWITCH):
             continue
         if isinstance(value, bool):
@@ -122,14 +122,14 @@ def flips(family: str) -> Iterator[dict[str, Any]]:
             yield {name: SIZES[name]}
 
 
-def agrees(family: str, sizes: dict[str, Any]) -> None:
+def check_size(family: str, sizes: dict[str, Any]) -> None:
     module = build(family, sizes)
     actual = sum(parameter.numel() for parameter in module.parameters())
     content = module.config.to_dict() | {"architectures": None}
     assert Transformer.from_hf(content).size == actual
     # The object itself is read as well as its content, and so is the file that is written of it.
     assert parameters(Transformer.from_hf(module.config)).total == actual
-    assert parameters(described(module)).total == actual
+    assert parameters(describe_module(module)).total == actual
 
 
 # The first family per combination of base tables.
@@ -139,13 +139,13 @@ REPRESENTATIVES = sorted(set(FIRST.values()) - UNBUILT)
 
 @pytest.mark.parametrize("family", REPRESENTATIVES)
 def test_family_has_parameters_of_transformers_module(family: str) -> None:
-    agrees(family, small(family))
+    check_size(family, make_small(family))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT - set(REPRESENTATIVES)))
 def test_every_family_has_parameters_of_transformers_module(family: str) -> None:
-    agrees(family, small(family))
+    check_size(family, make_small(family))
 
 
 @pytest.mark.exhaustive
@@ -154,11 +154,11 @@ def test_every_switch_of_every_family_changes_counts_like_transformers(family: s
     built = refused = 0
     for flip in flips(family):
         try:
-            build(family, small(family) | flip)
+            build(family, make_small(family) | flip)
         except Exception:
             continue
         try:
-            agrees(family, small(family) | flip)
+            check_size(family, make_small(family) | flip)
             built += 1
         except ValueError as error:
             # Refused by the name of the field that was changed.
@@ -168,7 +168,7 @@ def test_every_switch_of_every_family_changes_counts_like_transformers(family: s
     assert built >= refused
 
 
-def random_families() -> list[str]:
+def list_random_families() -> list[str]:
     """Return every model type of transformers that this package may read."""
     from transformers import CONFIG_MAPPING
 
@@ -176,9 +176,9 @@ def random_families() -> list[str]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", random_families())
+@pytest.mark.parametrize("family", list_random_families())
 def test_random_configurations_of_every_type_are_exact_or_refused(family: str) -> None:
-    outcomes(family, draws=200, needed=NEEDED.get(family, {}))
+    count_outcomes(family, draws=200, needed=NEEDED.get(family, {}))
 
 
 @pytest.mark.exhaustive
@@ -211,19 +211,19 @@ def test_every_causal_type_of_transformers_is_exact_or_refused() -> None:
 
 @pytest.mark.parametrize("family", ["falcon", "modernbert", "bert", "rwkv", "llama4", "nemotron_h"])
 def test_random_configurations_are_exact_or_refused(family: str) -> None:
-    counts = outcomes(family, draws=8, needed=NEEDED.get(family, {}))
+    counts = count_outcomes(family, draws=8, needed=NEEDED.get(family, {}))
     assert counts["exact"] > 0, counts
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT - {"lfm2_moe", "ministral"}))
 def test_every_family_is_exact_at_default_size(family: str) -> None:
-    agrees(family, {} if family == "gpt_neo" else NEEDED.get(family, {}))
+    check_size(family, {} if family == "gpt_neo" else NEEDED.get(family, {}))
 
 
 @pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "jamba", "minimax", "falcon_h1"])
 def test_recurrent_state_does_not_grow_with_sequence(family: str) -> None:
-    model = Transformer.from_hf(defaults(family) | {"architectures": None})
+    model = Transformer.from_hf(read_defaults(family) | {"architectures": None})
     states = [
         sum(p.total for p in kv_cache(model, seq=s) if p.name.startswith("state"))
         for s in (10, 1000)
@@ -275,8 +275,8 @@ def test_image_encoder_flops_equal_torch_counter(family: str) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     sizes = {"image_size": 64, "hidden_size": 48, "num_attention_heads": 4}
-    module = build(family, small(family) | sizes | {"intermediate_size": 96})
-    model = described(module)
+    module = build(family, make_small(family) | sizes | {"intermediate_size": 96})
+    model = describe_module(module)
     pixels = torch.zeros(2, 3, 64, 64, device="meta")
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         module(pixel_values=pixels)
@@ -287,7 +287,7 @@ def test_image_encoder_flops_equal_torch_counter(family: str) -> None:
 
 
 def test_multimodal_config_gives_language_model_and_reports_missing_parts(tmp_path: Path) -> None:
-    text = defaults("llama4_text")
+    text = read_defaults("llama4_text")
     whole = {"model_type": "llama4", "text_config": text, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     model = Transformer.from_hf(tmp_path)
@@ -298,12 +298,12 @@ def test_multimodal_config_gives_language_model_and_reports_missing_parts(tmp_pa
 TYING = [(outer, inner) for outer in (None, True, False) for inner in (None, True, False)]
 
 
-def tying_agrees(family: str, values: Sequence[tuple[bool | None, bool | None]] = TYING) -> None:
+def check_tying(family: str, values: Sequence[tuple[bool | None, bool | None]] = TYING) -> None:
     """Check that the head of a multimodal class is tied exactly if transformers ties it."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-    whole = defaults(family)
+    whole = read_defaults(family)
     # Bidirectional attention, which PaliGemma's class sets, is refused and does not affect tying.
     removed = ("tie_word_embeddings", "use_bidirectional_attention")
     text = {k: v for k, v in whole["text_config"].items() if k not in removed}
@@ -332,15 +332,15 @@ def tying_agrees(family: str, values: Sequence[tuple[bool | None, bool | None]] 
     sorted(name for names in MULTIMODAL.values() for name in names if name != "gemma3n"),
 )
 def test_every_multimodal_class_ties_its_language_model_like_transformers(family: str) -> None:
-    tying_agrees(family)
+    check_tying(family)
 
 
 def test_multimodal_class_ties_its_language_model_like_transformers() -> None:
-    tying_agrees("got_ocr2", [(None, False), (False, True)])
+    check_tying("got_ocr2", [(None, False), (False, True)])
 
 
 def test_unknown_multimodal_class_with_ambiguous_tying_is_refused() -> None:
-    text = {k: v for k, v in defaults("llama").items() if k != "tie_word_embeddings"}
+    text = {k: v for k, v in read_defaults("llama").items() if k != "tie_word_embeddings"}
     whole = {"model_type": "my_vision_model", "text_config": text | {"architectures": None}}
     with pytest.raises(ValueError, match="expected tie_word_embeddings of 'my_vision_model'"):
         Transformer.from_hf(whole)
@@ -361,7 +361,7 @@ def test_hub_name_reports_download_command() -> None:
     ("alias", "like", "biased"), [("kimi_k2", "deepseek_v3", False), ("mimo", "qwen2", True)]
 )
 def test_family_alias_equals_family(alias: str, like: str, biased: bool) -> None:
-    content = defaults(like) | {"architectures": None, "attention_bias": biased}
+    content = read_defaults(like) | {"architectures": None, "attention_bias": biased}
     same = Transformer.from_hf(content)
     assert same == replace(Transformer.from_hf(content | {"model_type": alias}), name=same.name)
 
@@ -455,7 +455,7 @@ def test_published_shapes_are_counted_from_published_configs(
     family: str, file: dict[str, Any], about: int
 ) -> None:
     actual = sum(p.numel() for p in build(family, dict(file)).parameters())
-    result = Transformer.from_hf({"model_type": family} | file if file else defaults(family))
+    result = Transformer.from_hf({"model_type": family} | file if file else read_defaults(family))
     assert result.size == actual == pytest.approx(about, rel=0.03)
 
 
@@ -466,7 +466,7 @@ def test_electras_heads_are_counted(head: str, narrow: int) -> None:
 
     with torch.device("meta"):
         module = getattr(transformers, head)(transformers.ElectraConfig(embedding_size=narrow))
-    assert described(module).size == sum(p.numel() for p in module.parameters())
+    assert describe_module(module).size == sum(p.numel() for p in module.parameters())
 
 
 def test_sparse_index_scores_all_keys_and_selects_some() -> None:
@@ -478,7 +478,7 @@ def test_sparse_index_scores_all_keys_and_selects_some() -> None:
     sizes |= {"index_n_heads": 3, "index_head_dim": 64, "index_topk": 4, "q_lora_rank": 24}
     sizes |= {"n_routed_experts": 2, "moe_intermediate_size": 8}
     module = build("deepseek_v32", sizes)
-    model = described(module)
+    model = describe_module(module)
     tokens = torch.zeros(2, 10, dtype=torch.long)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         module.to_empty(device="cpu")(input_ids=tokens, use_cache=False)
@@ -521,7 +521,7 @@ def test_refused_family_reports_reason_and_remedy(family: str, why: str) -> None
     ],
 )
 def test_only_fields_that_class_reads_count(family: str, changed: dict[str, Any]) -> None:
-    agrees(family, small(family) | changed)
+    check_size(family, make_small(family) | changed)
 
 
 FULL = "full_attention"
@@ -573,15 +573,15 @@ def test_layers_with_a_window_are_those_of_the_class(family: str, changed: dict[
 def test_layers_that_the_family_does_not_have_are_refused(
     family: str, changed: dict[str, Any]
 ) -> None:
-    content = defaults(family) | {"architectures": None, "num_hidden_layers": 2}
+    content = read_defaults(family) | {"architectures": None, "num_hidden_layers": 2}
     with pytest.raises(ValueError, match="|".join(changed)):
         Transformer.from_hf(content | changed)
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT))
 def test_kinds_of_layers_are_checked_in_every_family(family: str) -> None:
-    sizes = small(family) if family in ("lfm2_moe", "ministral") else NEEDED.get(family, {})
-    content = defaults(family) | {"layer_types": None, "architectures": None} | sizes
+    sizes = make_small(family) if family in ("lfm2_moe", "ministral") else NEEDED.get(family, {})
+    content = read_defaults(family) | {"layer_types": None, "architectures": None} | sizes
     field = "layers_block_type" if content.get("layers_block_type") else "layer_types"
     layers = Transformer.from_hf(content).layers
     known = {"lfm2": ("conv",), "lfm2_moe": ("conv",), "llama4_text": ("chunked_attention",)}.get(
@@ -599,14 +599,14 @@ def test_kinds_of_layers_are_checked_in_every_family(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_bigcode", "bert", "roberta", "camembert"])
 def test_attention_to_another_model_is_refused(family: str) -> None:
-    content = defaults(family) | {"is_decoder": True, "add_cross_attention": True}
+    content = read_defaults(family) | {"is_decoder": True, "add_cross_attention": True}
     with pytest.raises(ValueError, match="add_cross_attention is true"):
         Transformer.from_hf(content | {"architectures": None})
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "kimi_linear"])
 def test_dense_layers_between_experts_are_refused(family: str) -> None:
-    content = defaults(family) | {"architectures": None, "moe_layer_freq": 1}
+    content = read_defaults(family) | {"architectures": None, "moe_layer_freq": 1}
     Transformer.from_hf(content)
     with pytest.raises(ValueError, match="moe_layer_freq is not 1"):
         Transformer.from_hf(content | {"moe_layer_freq": 2})
@@ -617,7 +617,7 @@ def test_second_name_of_a_field_is_read_like_transformers() -> None:
 
     tried = 0
     for family in sorted(set(FAMILIES) - UNBUILT):
-        config = transformers.AutoConfig.for_model(family, **small(family))
+        config = transformers.AutoConfig.for_model(family, **make_small(family))
         kind = type(config)
         if not kind.attribute_map:
             continue
@@ -666,9 +666,9 @@ def test_model_type_that_is_not_a_name_is_refused() -> None:
         Transformer.from_hf({"model_type": ["llama"]})
 
 
-def agrees_on_empty_fields(family: str) -> None:
+def check_empty_fields(family: str) -> None:
     """Check that an explicit 0, null or false is read as by transformers, or refused."""
-    base, filled = small(family), defaults(family)
+    base, filled = make_small(family), read_defaults(family)
     compared = 0
     for name, value in filled.items():
         if name.startswith(NO_SWITCH) or isinstance(value, dict | str):
@@ -710,9 +710,9 @@ class Recorder(dict[str, Any]):
 PER_LAYER = dict.fromkeys(("architectures", "layer_types", "mlp_layer_types", "indexer_types"))
 
 
-def with_other_sizes(family: str) -> dict[str, Any]:
+def make_other_sizes(family: str) -> dict[str, Any]:
     """Return a configuration in which no default of a class coincides with a derived size."""
-    content = defaults(family) | small(family) | PER_LAYER | NEEDED.get(family, {})
+    content = read_defaults(family) | make_small(family) | PER_LAYER | NEEDED.get(family, {})
     for name, value in content.items():
         doubled = "heads" in name or name in ("n_head", "hidden_size", "n_embd", "d_model")
         if doubled and isinstance(value, int) and not isinstance(value, bool):
@@ -720,7 +720,7 @@ def with_other_sizes(family: str) -> dict[str, Any]:
     return content
 
 
-def default_of(field: "Field[Any]") -> Any:
+def get_default(field: "Field[Any]") -> Any:
     factory = field.default_factory
     return field.default if factory is MISSING else factory()
 
@@ -730,12 +730,12 @@ def test_missing_field_is_default_of_its_class_or_refused() -> None:
 
     compared = 0
     for family in sorted(set(FAMILIES) - UNBUILT):
-        content = with_other_sizes(family)
+        content = make_other_sizes(family)
         recorder = Recorder(content)
         build_transformer_arguments(recorder, _count_part_sizes)
         fields = CONFIG_MAPPING[family].__dataclass_fields__
         for name in recorder.read & set(fields) & set(content) - set(NEEDED.get(family, {})):
-            explicit = content | {name: default_of(fields[name])}
+            explicit = content | {name: get_default(fields[name])}
             try:
                 expected = Transformer.from_hf(explicit)
                 actual = Transformer.from_hf({k: v for k, v in content.items() if k != name})
@@ -772,13 +772,13 @@ SOME = ["nemotron_h"]
 
 @pytest.mark.parametrize("family", SOME)
 def test_an_explicit_zero_or_null_is_itself_or_refused(family: str) -> None:
-    agrees_on_empty_fields(family)
+    check_empty_fields(family)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT - set(SOME)))
 def test_an_explicit_zero_or_null_of_every_family_is_itself_or_refused(family: str) -> None:
-    agrees_on_empty_fields(family)
+    check_empty_fields(family)
 
 
 @pytest.mark.parametrize(
@@ -797,12 +797,12 @@ def test_an_explicit_zero_or_null_of_every_family_is_itself_or_refused(family: s
     ],
 )
 def test_size_of_zero_is_not_a_missing_size(family: str, field: str) -> None:
-    content = defaults(family) | {"architectures": None, field: 0}
+    content = read_defaults(family) | {"architectures": None, field: 0}
     with pytest.raises(ValueError, match=r"is 0|>= 1|1 <="):
         Transformer.from_hf(content)
 
 
-def classes(family: str) -> set[str]:
+def list_classes(family: str) -> set[str]:
     """Return the classes that transformers maps to a family, for all tasks."""
     from transformers.models.auto import modeling_auto
 
@@ -814,16 +814,16 @@ def classes(family: str) -> set[str]:
     return {name for name in result if not name.endswith("Config")}
 
 
-def agrees_on_classes(family: str) -> None:
+def check_classes(family: str) -> None:
     """Check that a class is counted as transformers builds it, or refused."""
     import transformers
 
-    names = classes(family)
+    names = list_classes(family)
     compared = 0
     for name in sorted(names):
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            config = transformers.AutoConfig.for_model(family, **small(family))
+            config = transformers.AutoConfig.for_model(family, **make_small(family))
             if hasattr(config, "is_decoder") and "LM" in name:
                 config.is_decoder = True
             try:
@@ -853,13 +853,13 @@ FEW = ["electra"]
 
 @pytest.mark.parametrize("family", FEW)
 def test_class_is_matched_by_whole_name(family: str) -> None:
-    agrees_on_classes(family)
+    check_classes(family)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILT - set(FEW)))
 def test_class_of_every_family_is_matched_by_whole_name(family: str) -> None:
-    agrees_on_classes(family)
+    check_classes(family)
 
 
 def test_bert_with_head_flops_equal_torch_counter() -> None:
@@ -925,7 +925,7 @@ SHARING: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def forward_agrees(family: str, more: Mapping[str, Any] = {}) -> None:
+def check_forward(family: str, more: Mapping[str, Any] = {}) -> None:
     """Compare FLOPs with those that torch counts, and the cache with that of transformers.
 
     Recurrent layers are left out, because torch counts the operations of their eager scan.
@@ -934,7 +934,9 @@ def forward_agrees(family: str, more: Mapping[str, Any] = {}) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    sizes = {name: size for name, size in TINY.items() if name in defaults(family)} | dict(more)
+    sizes = {name: size for name, size in TINY.items() if name in read_defaults(family)} | dict(
+        more
+    )
     config = transformers.AutoConfig.for_model(family, **sizes)
     # torch's counter has no formula for the grouped matrix product of experts.
     config._experts_implementation = "eager"
@@ -946,7 +948,7 @@ def forward_agrees(family: str, more: Mapping[str, Any] = {}) -> None:
         FlopCounterMode(display=False) as counter,
     ):
         layers = getattr(module(input_ids=tokens, use_cache=True), get_cache_name(module)).layers
-    model = described(module)
+    model = describe_module(module)
     assert model.size == sum(parameter.numel() for parameter in module.parameters())
     by_module = counter.get_flop_counts().items()
     recurrent = sum(sum(n.values()) for name, n in by_module if name.endswith(".mamba"))
@@ -962,7 +964,7 @@ def forward_agrees(family: str, more: Mapping[str, Any] = {}) -> None:
 @pytest.mark.parametrize("case", SHARING)
 def test_forward_and_cache_of_sharing_layers_equal_torch(case: str) -> None:
     family, sizes = SHARING[case]
-    forward_agrees(family, (NEEDED[family] if family == "zamba2" else LAYER_INPUTS) | sizes)
+    check_forward(family, (NEEDED[family] if family == "zamba2" else LAYER_INPUTS) | sizes)
 
 
 def test_training_step_of_sharing_layers_is_refused() -> None:
@@ -970,7 +972,7 @@ def test_training_step_of_sharing_layers_is_refused() -> None:
     reasons["zamba2"] = "its layers share blocks"
     reasons["deepseek_v32"] = "its attention selects keys by an index"
     for family, sizes in (*SHARING.values(), ("deepseek_v32", {})):
-        content = defaults(family) | NEEDED.get(family, {}) | PER_LAYER | sizes
+        content = read_defaults(family) | NEEDED.get(family, {}) | PER_LAYER | sizes
         model = Transformer.from_hf(content)
         reason = f"a model whose training step is modeled, .*({reasons[family]})"
         with pytest.raises(ValueError, match=reason):
@@ -1009,24 +1011,24 @@ def test_tensor_parallel_cache_of_two_kinds_of_heads_is_counted_by_hand() -> Non
 
 
 def test_forward_and_cache_of_dense_family_equal_torch() -> None:
-    forward_agrees("cohere2")
+    check_forward("cohere2")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", DENSE)
 def test_forward_and_cache_of_every_dense_family_equal_torch(family: str) -> None:
-    forward_agrees(family)
+    check_forward(family)
 
 
 def test_forward_and_cache_of_moe_family_equal_torch() -> None:
     # The router of Phi-MoE always chooses two experts.
-    forward_agrees("phimoe")
+    check_forward("phimoe")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", MOE)
 def test_forward_and_cache_of_every_moe_family_equal_torch(family: str) -> None:
-    forward_agrees(family)
+    check_forward(family)
 
 
 def test_list_with_one_value_per_layer_is_refused_if_values_differ() -> None:

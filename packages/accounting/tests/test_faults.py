@@ -200,7 +200,7 @@ def test_invalid_model_config_is_refused(tmp_path: Path) -> None:
         accounting.parameters(LLAMA)
 
 
-def imported(bytecode: Path | None = None) -> list[str]:
+def measure_import(bytecode: Path | None = None) -> list[str]:
     """Return the CPU seconds of an import, followed by the names of the loaded modules.
 
     All bytecode is read from the folder `bytecode`, or from its usual place for None.
@@ -218,14 +218,14 @@ def imported(bytecode: Path | None = None) -> list[str]:
 
 
 def test_importing_needs_the_standard_library_alone() -> None:
-    loaded = imported()[1:]
+    loaded = measure_import()[1:]
     assert "accounting.fermi" in loaded
     assert not {"torch", "numpy", "scipy", "matplotlib"} & set(loaded)
 
 
 @pytest.mark.timing
 def test_importing_takes_at_most_one_tenth_second(tmp_path: Path) -> None:
-    seconds = min(float(imported(tmp_path)[0]) for _ in range(6))
+    seconds = min(float(measure_import(tmp_path)[0]) for _ in range(6))
     assert_at_most("accounting: import", 0.1, seconds, "s")
 
 

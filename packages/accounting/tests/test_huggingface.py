@@ -10,10 +10,10 @@ import pytest
 import torch
 from accounting import Transformer, kv_cache, parameters
 from figures import assert_at_most
-from published_models import PUBLISHED, llama, tied
-from reference import described
+from published_models import PUBLISHED, make_llama, tie_embeddings
+from reference import describe_module
 
-SMALL = llama(48, 80, 4, 6, 2, 101)
+SMALL = make_llama(48, 80, 4, 6, 2, 101)
 DEEPSEEK = SMALL | {
     "moe_intermediate_size": 24,
     "n_routed_experts": 8,
@@ -48,18 +48,18 @@ PADDED = {"pad_token_id": 0}
 # Families with switches that change a count; test_families.py builds their defaults.
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", GPT2 | {"vocab_size": 101, "n_inner": 77, "tie_word_embeddings": False}),
-    ("gpt_neox", tied(SMALL) | {"attention_bias": False, "use_parallel_residual": False}),
+    ("gpt_neox", tie_embeddings(SMALL) | {"attention_bias": False, "use_parallel_residual": False}),
     ("opt", OPT | {"word_embed_proj_dim": 20, "do_layer_norm_before": False}),
     ("opt", OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False}),
     ("phi", SMALL | {"qk_layernorm": True}),
-    ("llama", tied(SMALL) | {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
+    ("llama", tie_embeddings(SMALL) | {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
     ("mistral", SMALL | {"head_dim": 14, "sliding_window": None}),
-    ("qwen2", tied(SMALL) | {"use_sliding_window": True, "max_window_layers": 3}),
+    ("qwen2", tie_embeddings(SMALL) | {"use_sliding_window": True, "max_window_layers": 3}),
     ("qwen2_moe", QWEN_MOE | {"qkv_bias": False, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
     ("qwen3", SMALL | {"head_dim": 12, "attention_bias": True}),
     ("qwen3_moe", QWEN_MOE | {"head_dim": 20, "mlp_only_layers": [0, 2]}),
-    ("gemma2", tied(SMALL) | PADDED | {"head_dim": 20}),
-    ("gemma3_text", tied(SMALL) | PADDED | {"head_dim": 12}),
+    ("gemma2", tie_embeddings(SMALL) | PADDED | {"head_dim": 20}),
+    ("gemma3_text", tie_embeddings(SMALL) | PADDED | {"head_dim": 12}),
     ("deepseek_v3", DEEPSEEK | {"q_lora_rank": None, "attention_bias": True}),
     (
         "gpt_oss",
@@ -94,7 +94,7 @@ def test_every_family_has_parameters_of_transformers_module(
     # The file that transformers writes and the module give the same count.
     written = json.loads(module.config.to_json_string(use_diff=False))
     assert parameters(Transformer.from_hf(written)).total == parameters(ours).total
-    assert parameters(described(module)).total == parameters(ours).total
+    assert parameters(describe_module(module)).total == parameters(ours).total
     types = getattr(module.config, "layer_types", None)
     if types is not None:
         windowed = {i for i, kind in enumerate(types) if kind == "sliding_attention"}

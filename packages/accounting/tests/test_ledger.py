@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accounting import Ledger, fits
-from reference import PolledMemory, world_of
+from reference import PolledMemory, emulate_world
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -26,7 +26,7 @@ MIB = 2**20
 def test_peak_of_fsdp2_counts_gathered_weights_only_while_they_exist(
     reshard: bool, mixed: bool
 ) -> None:
-    with world_of(8) as mesh:
+    with emulate_world(8) as mesh:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         options: dict[str, Any] = {"mesh": mesh} | ({"mp_policy": policy} if mixed else {})
         model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
@@ -142,7 +142,9 @@ class Attributes(nn.Module):
         return logits
 
 
-def real_peak(module: nn.Module, sample: Tensor, optimizer: torch.optim.Optimizer | None) -> int:
+def measure_real_peak(
+    module: nn.Module, sample: Tensor, optimizer: torch.optim.Optimizer | None
+) -> int:
     """Return the peak of a second real step, with the tensors of the module."""
 
     def step() -> None:
@@ -191,7 +193,7 @@ def test_fits_predicts_the_peak_of_the_real_step(case: str) -> None:
     predicted = fits(module, sample, optimizer, "H100", rounding=1).peak.total
     assert all(torch.equal(before[name], x) for name, x in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
-    real = real_peak(module, sample, optimizer(module.parameters()))
+    real = measure_real_peak(module, sample, optimizer(module.parameters()))
     assert predicted == pytest.approx(real, rel=0.01, abs=64)
 
 
@@ -207,7 +209,7 @@ class Applied(nn.Module):
         return self.function(self.layer(x), x)
 
 
-def conv() -> nn.Module:
+def build_conv() -> nn.Module:
     return nn.Conv2d(8, 8, 1)
 
 
@@ -217,17 +219,22 @@ ROWS = torch.arange(4 * 12 * 12.0).reshape(4, 12, 12).sin() + 3 * torch.eye(12)
 LIBRARY: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "conv transpose": (lambda: nn.ConvTranspose2d(8, 4, 3, 2), IMAGES),
     "conv bf16": (lambda: nn.Conv2d(8, 16, 3).bfloat16(), IMAGES.bfloat16()),
-    "group norm": (lambda: nn.Sequential(conv(), nn.GroupNorm(2, 8)), IMAGES),
-    "instance norm": (lambda: nn.Sequential(conv(), nn.InstanceNorm2d(8, affine=True)), IMAGES),
-    "batch norm in eval": (lambda: nn.Sequential(conv(), nn.BatchNorm2d(8)).eval(), IMAGES),
-    "max pool": (lambda: nn.Sequential(conv(), nn.AdaptiveMaxPool2d(3)), IMAGES),
-    "bicubic": (
-        lambda: Applied(conv(), lambda y, x: F.interpolate(y, scale_factor=2, mode="bicubic")),
+    "group norm": (lambda: nn.Sequential(build_conv(), nn.GroupNorm(2, 8)), IMAGES),
+    "instance norm": (
+        lambda: nn.Sequential(build_conv(), nn.InstanceNorm2d(8, affine=True)),
         IMAGES,
     ),
-    "pixel shuffle": (lambda: nn.Sequential(conv(), nn.PixelShuffle(2)), IMAGES),
-    "dropout": (lambda: nn.Sequential(conv(), nn.Dropout2d()), IMAGES),
-    "local response norm": (lambda: nn.Sequential(conv(), nn.LocalResponseNorm(2)), IMAGES),
+    "batch norm in eval": (lambda: nn.Sequential(build_conv(), nn.BatchNorm2d(8)).eval(), IMAGES),
+    "max pool": (lambda: nn.Sequential(build_conv(), nn.AdaptiveMaxPool2d(3)), IMAGES),
+    "bicubic": (
+        lambda: Applied(
+            build_conv(), lambda y, x: F.interpolate(y, scale_factor=2, mode="bicubic")
+        ),
+        IMAGES,
+    ),
+    "pixel shuffle": (lambda: nn.Sequential(build_conv(), nn.PixelShuffle(2)), IMAGES),
+    "dropout": (lambda: nn.Sequential(build_conv(), nn.Dropout2d()), IMAGES),
+    "local response norm": (lambda: nn.Sequential(build_conv(), nn.LocalResponseNorm(2)), IMAGES),
     "topk": (lambda: Applied(nn.Linear(12, 12), lambda y, x: y.topk(3)[0]), ROWS),
     "sort": (lambda: Applied(nn.Linear(12, 12), lambda y, x: y.sort()[0]), ROWS),
     "cumsum": (lambda: Applied(nn.Linear(12, 12), lambda y, x: y.cumsum(-1)), ROWS),
@@ -237,7 +244,10 @@ LIBRARY: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
         lambda: Applied(nn.Linear(12, 12), lambda y, x: torch.linalg.svdvals(y)),
         ROWS,
     ),
-    "fourier": (lambda: Applied(conv(), lambda y, x: torch.fft.irfft2(torch.fft.rfft2(y))), IMAGES),
+    "fourier": (
+        lambda: Applied(build_conv(), lambda y, x: torch.fft.irfft2(torch.fft.rfft2(y))),
+        IMAGES,
+    ),
     "distances": (lambda: Applied(nn.Linear(12, 12), lambda y, x: torch.cdist(y, x)), ROWS),
     "divergence": (
         lambda: Applied(nn.Linear(12, 12), lambda y, x: F.kl_div(y.log_softmax(-1), x.softmax(-1))),
@@ -256,7 +266,7 @@ def test_fits_predicts_the_peak_of_modules_of_torch(case: str) -> None:
     make, sample = LIBRARY[case]
     module = make()
     predicted = fits(module, sample, torch.optim.SGD, "H100", rounding=1).peak.total
-    assert predicted == real_peak(module, sample, torch.optim.SGD(module.parameters()))
+    assert predicted == measure_real_peak(module, sample, torch.optim.SGD(module.parameters()))
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("fold", 1.57), ("bag", 1.01)])
@@ -264,10 +274,10 @@ def test_buffers_that_fake_kernels_omit_are_as_large_as_stated(name: str, ratio:
     module: nn.Module = nn.EmbeddingBag(10, 4, mode="max")
     sample = torch.arange(12).reshape(4, 3) % 10
     if name == "fold":
-        module = Applied(conv(), lambda y, x: F.fold(F.unfold(y, 3), 12, 3))
+        module = Applied(build_conv(), lambda y, x: F.fold(F.unfold(y, 3), 12, 3))
         sample = IMAGES
     predicted = fits(module, sample, torch.optim.SGD, "H100", rounding=1).peak.total
-    real = real_peak(module, sample, torch.optim.SGD(module.parameters()))
+    real = measure_real_peak(module, sample, torch.optim.SGD(module.parameters()))
     assert real / predicted == pytest.approx(ratio, abs=0.005)
 
 
@@ -315,7 +325,7 @@ def test_fits_refuses_parameters_that_it_cannot_follow() -> None:
     assert foreign.weight.grad is None
     with pytest.raises(ValueError, match="sparse_coo"):
         fits(nn.Embedding(100, 32, sparse=True), IDS, torch.optim.SparseAdam)
-    with world_of(4) as mesh:
+    with emulate_world(4) as mesh:
         sharded = nn.Linear(8, 8)
         fully_shard(sharded, mesh=mesh)
         with pytest.raises(ValueError, match="expected plain dense tensors, got DTensor"):

@@ -28,7 +28,7 @@ from accounting.memory.states import count_device_parameters, count_head_paramet
 from accounting.search.plans import find_fewest_devices, plans_that_fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_shapes import even, shapes
+from random_shapes import draw_shapes, make_divisible
 from reference import Model, PolledMemory
 from torch import nn
 from torch.nn import functional as F
@@ -49,11 +49,13 @@ MAMBA = Transformer.from_hf(
 )
 
 
-def loss_of(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def compute_loss(
+    model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def saved_bytes(shape: Transformer, batch: int, seq: int) -> int:
+def count_saved_bytes(shape: Transformer, batch: int, seq: int) -> int:
     """Bytes of every storage that a forward saves, parameters aside, each once."""
     model = Model(shape)
     tokens, targets = torch.randint(shape.vocab_size, (2, batch, seq)).unbind()
@@ -69,12 +71,12 @@ def saved_bytes(shape: Transformer, batch: int, seq: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = loss_of(model, tokens, targets)
+        loss = compute_loss(model, tokens, targets)
     assert loss.isfinite()
     return sum(storage.nbytes() for storage in saved.values())
 
 
-def predicted_saved_bytes(shape: Transformer, batch: int, seq: int, **options: object) -> int:
+def predict_saved_bytes(shape: Transformer, batch: int, seq: int, **options: object) -> int:
     saved = count_activation_bytes(shape, batch=batch, seq=seq, fused_norm=False, **options)
     precision = options.get("precision", "fp32")
     work = Workload(batch=batch, seq=seq, precision=precision, fused_norm=False)
@@ -87,7 +89,7 @@ def predicted_saved_bytes(shape: Transformer, batch: int, seq: int, **options: o
 @pytest.mark.parametrize("flash", [False, True])
 def test_saved_activations_equal_eager_torch_to_the_byte(shape: Transformer, flash: bool) -> None:
     with sdpa_kernel(KERNELS[flash]):
-        assert saved_bytes(shape, 3, 13) == predicted_saved_bytes(shape, 3, 13, flash=flash)
+        assert count_saved_bytes(shape, 3, 13) == predict_saved_bytes(shape, 3, 13, flash=flash)
 
 
 @pytest.mark.parametrize(
@@ -137,13 +139,13 @@ def test_parameters_after_the_blocks_include_biases_and_projections(
 def test_autocast_keeps_casts_and_copies_of_the_matrices() -> None:
     shape = SHAPES[0]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.autocast("cpu", torch.bfloat16):
-        saved = saved_bytes(shape, 3, 13)
+        saved = count_saved_bytes(shape, 3, 13)
     cast = peak_memory(shape, batch=3, seq=400, precision="amp_bf16")["cast weights"].total
-    assert saved == cast + predicted_saved_bytes(shape, 3, 13, precision="amp_bf16")
+    assert saved == cast + predict_saved_bytes(shape, 3, 13, precision="amp_bf16")
 
 
 @contextmanager
-def kernel(flash: bool) -> Iterator[None]:
+def select_kernel(flash: bool) -> Iterator[None]:
     with sdpa_kernel(KERNELS[flash]):
         yield
 
@@ -173,7 +175,7 @@ PEAKS = {
 def test_peak_of_training_is_predicted_within_three_percent(
     where: str, flash: bool, foreach: bool, recompute: str
 ) -> None:
-    peak_agrees(where, flash, foreach, recompute)
+    check_peak(where, flash, foreach, recompute)
 
 
 @pytest.mark.exhaustive
@@ -184,10 +186,10 @@ def test_peak_of_training_is_predicted_within_three_percent(
 def test_all_peaks_of_training_are_predicted_within_three_percent(
     where: str, flash: bool, foreach: bool, recompute: str
 ) -> None:
-    peak_agrees(where, flash, foreach, recompute)
+    check_peak(where, flash, foreach, recompute)
 
 
-def polled(
+def create_memory(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, *inputs: torch.Tensor
 ) -> PolledMemory:
     """Return a memory that knows the tensors before a second step, which has optimizer state."""
@@ -198,7 +200,7 @@ def polled(
     return peak
 
 
-def peak_agrees(where: str, flash: bool, foreach: bool, recompute: str) -> None:
+def check_peak(where: str, flash: bool, foreach: bool, recompute: str) -> None:
     """Check that the predicted peak of a real step is at most 3 percent off."""
     shape, batch, seq = PEAKS[where]
     model = Model(shape)
@@ -207,9 +209,9 @@ def peak_agrees(where: str, flash: bool, foreach: bool, recompute: str) -> None:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     tokens, targets = (torch.randint(shape.vocab_size, (batch, seq)) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
-    peak = polled(model, optimizer, tokens, targets)
-    with kernel(flash), peak:
-        loss_of(model, tokens, targets).backward()
+    peak = create_memory(model, optimizer, tokens, targets)
+    with select_kernel(flash), peak:
+        compute_loss(model, tokens, targets).backward()
         optimizer.step()
     predicted = peak_memory(
         shape,
@@ -236,10 +238,10 @@ def test_peak_with_accumulated_gradients_is_that_of_the_real_step(batch: int, ti
     model = Model(shape)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     tokens = torch.zeros(batch, 16, dtype=torch.long)
-    peak = polled(model, optimizer, tokens)
-    with kernel(True), peak:
+    peak = create_memory(model, optimizer, tokens)
+    with select_kernel(True), peak:
         for _ in range(2):
-            loss_of(model, tokens, tokens).backward()
+            compute_loss(model, tokens, tokens).backward()
         optimizer.step()
     work = Workload(batch=2 * batch, seq=16, fused_norm=False)
     predicted = peak_memory(shape, Plan(microbatches=2), work, foreach=False)
@@ -251,9 +253,9 @@ def test_roots_of_two_neighboring_parameters_exist_at_once() -> None:
     shape = Transformer(layers=1, d_model=64, heads=2, d_ff=1500, vocab_size=100)
     model, tokens = Model(shape), torch.zeros(1, 1, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    peak = polled(model, optimizer, tokens)
+    peak = create_memory(model, optimizer, tokens)
     with peak:
-        loss_of(model, tokens, tokens).backward()
+        compute_loss(model, tokens, tokens).backward()
         optimizer.step()
     predicted = peak_memory(shape, batch=1, seq=1, fused_norm=False, foreach=False)
     assert predicted.total == pytest.approx(peak.peak_bytes, rel=0.002)
@@ -268,9 +270,9 @@ def test_peak_in_the_backward_includes_the_gradients_that_it_has_computed(
     shape = Transformer(layers=layers, d_model=d_model, heads=2, d_ff=d_ff, vocab_size=8)
     model, tokens = Model(shape), torch.zeros(1, seq, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    peak = polled(model, optimizer, tokens)
-    with kernel(True), peak:
-        loss_of(model, tokens, tokens).backward()
+    peak = create_memory(model, optimizer, tokens)
+    with select_kernel(True), peak:
+        compute_loss(model, tokens, tokens).backward()
         optimizer.step()
     predicted = peak_memory(shape, batch=1, seq=seq, fused_norm=False, foreach=False)
     assert "in the optimizer" not in predicted.name
@@ -285,7 +287,7 @@ class Loss(torch.nn.Module):
         self.model = Model(shape)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return loss_of(self.model, tokens, tokens)
+        return compute_loss(self.model, tokens, tokens)
 
 
 def test_logits_that_are_cast_count_as_kept_by_the_loop() -> None:
@@ -351,7 +353,7 @@ def test_recipes_keep_the_bytes_that_their_sources_say() -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(
-    shapes(),
+    draw_shapes(),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([1, 2, 4]),
@@ -360,7 +362,7 @@ def test_recipes_keep_the_bytes_that_their_sources_say() -> None:
 def test_devices_of_every_plan_store_all_parameters(
     shape: Transformer, tensor: int, pipeline: int, expert: int, zero: int
 ) -> None:
-    shape = even(shape)
+    shape = make_divisible(shape)
     expert = expert if shape.experts else 1
     plan = Plan(data=4, tensor=tensor, pipeline=pipeline, expert=expert, zero=zero)
     actual = split = 0
@@ -380,7 +382,7 @@ def test_devices_of_every_plan_store_all_parameters(
 
 
 @settings(deadline=None, max_examples=8)
-@given(shapes(), st.integers(1, 8), st.integers(1, 32))
+@given(draw_shapes(), st.integers(1, 8), st.integers(1, 32))
 def test_memory_is_sum_of_parts_and_grows_with_every_size(
     shape: Transformer, batch: int, seq: int
 ) -> None:
@@ -566,14 +568,14 @@ def test_integers_of_numpy_and_torch_do_not_overflow(integer: Any) -> None:
     assert type(Plan(data=integer(4)).data) is int
 
 
-def mixture_with_dense_layers(width: int = 64, dense: int = 64) -> Transformer:
+def make_mixture_with_dense_layers(width: int = 64, dense: int = 64) -> Transformer:
     experts = Experts(count=16, per_token=2, width=width, layers=(1, 2))
     return Transformer(layers=3, d_model=32, heads=4, vocab_size=500, d_ff=dense, experts=experts)
 
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_gathered_ends_do_not_depend_on_the_kinds_of_blocks(pipeline: int) -> None:
-    model = mixture_with_dense_layers()
+    model = make_mixture_with_dense_layers()
     plan = Plan(data=4, zero=3, pipeline=pipeline, microbatches=2, reshard_after_forward=False)
     memory = training_memory(model, plan, batch=8, seq=16, precision="bf16", stage=0)
     ends = 500 * 32 * (1 if pipeline > 1 else 2) + (0 if pipeline > 1 else 32)
@@ -598,7 +600,7 @@ def test_sequence_parallelism_splits_the_inputs_of_final_norm_and_head() -> None
 @pytest.mark.parametrize("expert", [1, 16])
 def test_largest_block_of_a_device_is_gathered(expert: int) -> None:
     """With one expert per device, the block without experts is the largest one."""
-    model = mixture_with_dense_layers(dense=256)
+    model = make_mixture_with_dense_layers(dense=256)
     plan = Plan(data=16, zero=3, expert=expert)
     memory = training_memory(model, plan, batch=16, seq=16, precision="bf16")
     attention, expert_size = 4 * 32 * 32 + 2 * 32, 3 * 32 * 64
@@ -612,8 +614,8 @@ def test_largest_block_of_a_device_is_gathered(expert: int) -> None:
 
 def test_tensor_parallelism_divides_the_widths_that_the_model_has() -> None:
     plan = Plan(tensor=2)
-    everywhere = replace(mixture_with_dense_layers(dense=1), mlp_layers=())
+    everywhere = replace(make_mixture_with_dense_layers(dense=1), mlp_layers=())
     plan.check(everywhere)
     assert plans_that_fit(everywhere, hardware="H100", devices=2, batch=2, seq=8, tensor=2)
     with pytest.raises(ValueError, match=r"tensor to divide experts\.width=33"):
-        plan.check(mixture_with_dense_layers(width=33))
+        plan.check(make_mixture_with_dense_layers(width=33))

@@ -1,7 +1,7 @@
 import torch
 from accounting import Experts, Transformer, parameters
 from hypothesis import given, settings
-from random_shapes import shapes
+from random_shapes import draw_shapes
 from torch import nn
 
 
@@ -24,7 +24,7 @@ def test_attention_and_mlp_equal_torch_layers() -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(shapes())
+@given(draw_shapes())
 def test_every_line_is_the_sum_or_the_product_that_it_prints(shape: Transformer) -> None:
     for active in (False, True):
         counted = parameters(shape, active=active)
@@ -37,7 +37,7 @@ def test_every_line_is_the_sum_or_the_product_that_it_prints(shape: Transformer)
 
 
 @settings(deadline=None, max_examples=30)
-@given(shapes())
+@given(draw_shapes())
 def test_active_is_all_without_the_experts_not_chosen(shape: Transformer) -> None:
     everything, active = parameters(shape).total, parameters(shape, active=True).total
     if shape.experts is None:

@@ -14,7 +14,7 @@ import torch
 from accounting import Plan, Transformer, communication, training_memory
 from accounting.memory.ledger import Ledger
 from accounting.memory.live import make_state
-from reference import Block, world_of
+from reference import Block, emulate_world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -56,7 +56,7 @@ class Chunk(nn.Module):
         return self.head(self.norm(x)) if self.norm and self.head else x
 
 
-def sharded(chunk: Chunk, plan: Plan, mesh: Any, mixed: bool) -> None:
+def shard_chunk(chunk: Chunk, plan: Plan, mesh: Any, mixed: bool) -> None:
     """Wrap each block and the ends by FSDP2."""
     options: dict[str, Any] = {"mesh": mesh}
     if mixed:
@@ -68,7 +68,7 @@ def sharded(chunk: Chunk, plan: Plan, mesh: Any, mixed: bool) -> None:
     fully_shard(chunk, **options)
 
 
-def counted(
+def count_peak(
     shape: Transformer, plan: Plan, stage: int, batch: int, seq: int, mixed: bool = False
 ) -> int:
     """Return the most bytes that are alive while torch's schedule runs on a stage."""
@@ -77,7 +77,7 @@ def counted(
     rows, dtype = batch // plan.microbatches // plan.data, torch.bfloat16 if mixed else None
     stream = torch.empty(rows, seq, shape.d_model, dtype=dtype)
     tokens = torch.zeros(rows, seq, dtype=torch.long)
-    with world_of(plan.pipeline * plan.data, rank=stage * plan.data):
+    with emulate_world(plan.pipeline * plan.data, rank=stage * plan.data):
         mesh = init_device_mesh(
             "cpu", (plan.pipeline, plan.data), mesh_dim_names=("pipeline", "data")
         )
@@ -86,7 +86,7 @@ def counted(
             first, last = index == 0, index == chunks - 1
             chunk = Chunk(shape, item, first=first, last=last)
             if plan.zero == 3:
-                sharded(chunk, plan, mesh["data"], mixed)
+                shard_chunk(chunk, plan, mesh["data"], mixed)
             out = torch.empty(rows, seq, shape.vocab_size, dtype=dtype) if last else stream.clone()
             stages.append(
                 PipelineStage(
@@ -129,7 +129,7 @@ def counted(
     return peaks[-1]
 
 
-def agrees(
+def check_schedule(
     schedule: str, pipeline: int, stage: int, virtual: int = 1, vocab_size: int = 256, seq: int = 64
 ) -> None:
     item = 2 if virtual == 1 else 4
@@ -140,7 +140,7 @@ def agrees(
         pipeline=pipeline, microbatches=2 * pipeline, schedule=schedule, virtual_stages=virtual
     )
     batch = 2 * plan.microbatches
-    result = counted(shape, plan, stage, batch, seq)
+    result = count_peak(shape, plan, stage, batch, seq)
     run: dict[str, Any] = {"batch": batch, "seq": seq, "fused_norm": False}
     predicted = training_memory(shape, plan, stage=stage, **run)
     total = predicted.total
@@ -162,13 +162,13 @@ def agrees(
     ],
 )
 def test_stage_peak_equals_torch_schedule(schedule: str, stage: int) -> None:
-    agrees(schedule, 2, stage)
+    check_schedule(schedule, 2, stage)
 
 
 @releases_outputs
 @pytest.mark.parametrize("stage", [0, 1])
 def test_stage_peak_contains_a_second_gradient_of_a_large_table(stage: int) -> None:
-    agrees("1f1b", 2, stage, vocab_size=8192, seq=8)
+    check_schedule("1f1b", 2, stage, vocab_size=8192, seq=8)
 
 
 @pytest.mark.parametrize(
@@ -188,17 +188,17 @@ def test_second_gradient_of_a_table_has_the_dtype_of_its_parameter(
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_four_stage_peaks_equal_torch_schedule(schedule: str, stage: int) -> None:
-    agrees(schedule, 4, stage)
+    check_schedule(schedule, 4, stage)
 
 
 @releases_outputs
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", range(4))
 def test_interleaved_stage_peaks_equal_torch_schedule(stage: int) -> None:
-    agrees("interleaved", 4, stage, virtual=2)
+    check_schedule("interleaved", 4, stage, virtual=2)
 
 
-def fsdp_case(seed: int) -> tuple[Transformer, Plan, int, int, int, bool]:
+def draw_fsdp_case(seed: int) -> tuple[Transformer, Plan, int, int, int, bool]:
     """Return a decoder, a plan of ZeRO-3 over a pipeline, a stage, sequences, tokens, if mixed."""
     dice = random.Random(seed)
     width = dice.choice([64, 128])
@@ -225,9 +225,9 @@ def fsdp_case(seed: int) -> tuple[Transformer, Plan, int, int, int, bool]:
     return shape, plan, batch, dice.randrange(pipeline), dice.choice([8, 32]), dice.random() < 0.5
 
 
-def agrees_with_fsdp(seed: int) -> None:
-    shape, plan, batch, stage, seq, mixed = fsdp_case(seed)
-    result = counted(shape, plan, stage, batch, seq, mixed)
+def check_fsdp_case(seed: int) -> None:
+    shape, plan, batch, stage, seq, mixed = draw_fsdp_case(seed)
+    result = count_peak(shape, plan, stage, batch, seq, mixed)
     precision = "fsdp_bf16" if mixed else "fp32"
     run: dict[str, Any] = {"batch": batch, "seq": seq, "precision": precision, "fused_norm": False}
     predicted = training_memory(shape, plan, stage=stage, **run)
@@ -242,14 +242,14 @@ def agrees_with_fsdp(seed: int) -> None:
 @releases_outputs
 @pytest.mark.parametrize("seed", [35])
 def test_fsdp_in_pipeline_stores_unsharded_weights_and_gradients(seed: int) -> None:
-    agrees_with_fsdp(seed)
+    check_fsdp_case(seed)
 
 
 @releases_outputs
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [*range(35), *range(36, 52)])
 def test_fifty_fsdp_stages_peak_like_live_tensors(seed: int) -> None:
-    agrees_with_fsdp(seed)
+    check_fsdp_case(seed)
 
 
 @pytest.mark.parametrize(("schedule", "reshard"), [("gpipe", True), ("1f1b", False)])
@@ -277,7 +277,7 @@ def test_fsdp_in_pipeline_gathers_and_reduces_as_often_as_torch(
         schedule=schedule,
         reshard_after_forward=reshard,
     )
-    counted(shape, plan, 0, 16, 8)
+    count_peak(shape, plan, 0, 16, 8)
     # Two blocks, and the ends, which are gathered once.
     result = communication(shape, plan, batch=16, seq=8)
     assert calls["c10d._allgather_base_.default"] == 2 * result["weights"].count + 1

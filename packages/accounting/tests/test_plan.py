@@ -107,32 +107,32 @@ def test_answer_is_consistent() -> None:
     assert answer.memory.total == memory.total
 
 
-def _divisors(number: int) -> list[int]:
+def _list_divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _schedules(model: Transformer, pipeline: int) -> list[tuple[str, int]]:
+def _list_schedules(model: Transformer, pipeline: int) -> list[tuple[str, int]]:
     chunks = [
         v for v in range(2, 9) if pipeline > 1 and can_split_evenly(model.layers, pipeline * v)
     ]
     return [("1f1b", 1), *(("interleaved", v) for v in chunks)]
 
 
-def _documented_plans(
+def _iter_documented_plans(
     model: Transformer, hardware: str, devices: int, batch: int, seq: int
 ) -> Iterator[Plan]:
     """Yield the plans of the space that the docstring of `plans_that_fit` states."""
     node = find(hardware).devices_per_node
-    for tensor, pipeline, context in product(_divisors(devices), repeat=3):
+    for tensor, pipeline, context in product(_list_divisors(devices), repeat=3):
         data, remainder = divmod(devices, tensor * pipeline * context)
         inside = tensor <= node and (devices <= node or node % tensor == 0)
         if remainder or not inside or (context > 1 and seq < 1024 * context):
             continue
         options = product(
-            _schedules(model, pipeline),
-            _divisors(data * context) if model.experts else [1],
+            _list_schedules(model, pipeline),
+            _list_divisors(data * context) if model.experts else [1],
             (0, 1, 3) if pipeline > 1 else (0, 1, 2, 3),
-            _divisors(batch // data) if batch % data == 0 else [],
+            _list_divisors(batch // data) if batch % data == 0 else [],
             ("none", "selective", "full"),
         )
         for (schedule, virtual), expert, zero, microbatches, recompute in options:
@@ -182,7 +182,7 @@ def test_search_returns_the_fastest_plans_of_its_space(seed: int) -> None:
     batch, seq = devices * drawn.choice([1, 2, 3]), drawn.choice([512, 2048])
     precision = drawn.choice(["mixed_bf16", "megatron_bf16", "fsdp_bf16"])
     work = Workload(batch=batch, seq=seq, precision=precision, fused_gate=True)
-    plans = list(_documented_plans(model, hardware, devices, batch, seq))
+    plans = list(_iter_documented_plans(model, hardware, devices, batch, seq))
     needed = [training_memory(model, plan, work).total for plan in plans]
     # Between a tenth and all plans fit.
     usable = sorted(needed)[int(len(plans) * drawn.uniform(0.1, 1))]

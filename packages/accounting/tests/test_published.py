@@ -27,28 +27,28 @@ from accounting.time.published import (
 GROUP = ("A", "bf16", "dense")
 
 
-def a_run(source: str, off: float, group: tuple[str, str, str] = GROUP) -> LogRatio:
+def make_run(source: str, off: float, group: tuple[str, str, str] = GROUP) -> LogRatio:
     return LogRatio(source=source, group=group, with_all_constants=off, held_out=off)
 
 
 def test_interval_is_measured_on_held_out_sources() -> None:
     # The two runs of source s agree, but source s is off by 1.
-    seen = [a_run("s", 1.0), a_run("s", 1.0), a_run("t", 0.0)]
+    seen = [make_run("s", 1.0), make_run("s", 1.0), make_run("t", 0.0)]
     assert compute_errors_by_source(seen) == {"s": [1.0, 1.0], "t": [1.0]}
     interval = learn_factor(seen, GROUP)
     assert math.log(interval.high / interval.middle) == pytest.approx(1.0)
 
 
 def test_each_source_has_equal_weight() -> None:
-    seen = [*(a_run("many", 0.0) for _ in range(99)), a_run("one", 0.3), a_run("two", 0.6)]
+    seen = [*(make_run("many", 0.0) for _ in range(99)), make_run("one", 0.3), make_run("two", 0.6)]
     assert compute_mean_log_ratio(seen) == pytest.approx(0.3)
     assert compute_half_width({"a": [0.1] * 50, "b": [0.2], "c": [0.3]}) == 0.3
     assert compute_half_width({"a": [*(0.01 * i for i in range(1, 101))]}) == pytest.approx(0.8)
 
 
 def test_too_few_sources_use_widest_known_error() -> None:
-    near = [a_run(f"n{i}", 0.01 * i) for i in range(5)]
-    far = a_run("far", 2.0, ("B", "fp8", "MoE"))
+    near = [make_run(f"n{i}", 0.01 * i) for i in range(5)]
+    far = make_run("far", 2.0, ("B", "fp8", "MoE"))
     seen = [*near, far]
     widest = max(compute_errors_by_source(seen)["far"])
     for group in (("B", "fp8", "MoE"), ("C", "bf16", "dense"), None):
@@ -65,7 +65,7 @@ SEPARATE = [
 ]
 
 
-def inside(group: tuple[str, str, str] | None, least_sources: int) -> dict[int, bool]:
+def is_inside(group: tuple[str, str, str] | None, least_sources: int) -> dict[int, bool]:
     """Return for the runs of a group whether the interval of the other sources contains them.
 
     Without a group, the runs are those of all groups without a separate interval.
@@ -87,7 +87,7 @@ def test_printed_coverage_is_counted_on_held_out_sources(
     group: tuple[str, str, str] | None,
 ) -> None:
     # Without the source that is held out, a group has one source less.
-    answers = inside(group, LEAST_SOURCES - 1)
+    answers = is_inside(group, LEAST_SOURCES - 1)
     sources = {list_ratios()[index].source for index in answers}
     covered = sum(answers.values())
     assert count_covered_runs(group) == (covered, len(answers), len(sources))
@@ -97,18 +97,20 @@ def test_printed_coverage_is_counted_on_held_out_sources(
 
 
 def test_runs_of_a_new_source_are_as_far_off_as_stated() -> None:
-    covered = [inside(group, LEAST_SOURCES - 1) for group in [*SEPARATE, None]]
+    covered = [is_inside(group, LEAST_SOURCES - 1) for group in [*SEPARATE, None]]
     runs = {index: answer for answers in covered for index, answer in answers.items()}
     assert len(runs) == len(RUNS) == 313
     assert sum(runs.values()) == 250
-    dense = [inside(group, LEAST_SOURCES - 1) for group in SEPARATE[:2]]
+    dense = [is_inside(group, LEAST_SOURCES - 1) for group in SEPARATE[:2]]
     for answers, average in zip(dense, (0.72, 0.75), strict=True):
         by_source: dict[str, list[bool]] = {}
         for index, answer in answers.items():
             by_source.setdefault(list_ratios()[index].source, []).append(answer)
         fractions = [fmean(listed) for listed in by_source.values()]
         assert fmean(fractions) == pytest.approx(average, abs=0.005)
-    blackwell = {i: a for i, a in inside(None, LEAST_SOURCES).items() if "200" in RUNS[i].hardware}
+    blackwell = {
+        i: a for i, a in is_inside(None, LEAST_SOURCES).items() if "200" in RUNS[i].hardware
+    }
     assert len(blackwell) == 21
     assert {RUNS[i].source.split(",")[0] for i in blackwell} == {"Megatron Bridge 2026"}
     makers = {run.source.split(" 20")[0] for run in RUNS}
@@ -132,7 +134,7 @@ def test_runs_of_a_new_source_are_as_far_off_as_stated() -> None:
 def test_titan_runs_on_h100_are_as_far_off_as_stated() -> None:
     times = [run.seconds for run in RUNS if run.hardware == "H100 500W" and run.plan.devices == 8]
     assert times[0] / times[1] == pytest.approx(1.16, abs=0.005)
-    answers = inside(SEPARATE[1], LEAST_SOURCES - 1)
+    answers = is_inside(SEPARATE[1], LEAST_SOURCES - 1)
     titan = [answer for i, answer in answers.items() if "torchtitan" in RUNS[i].source]
     assert (sum(titan), len(titan)) == (1, 6)
 

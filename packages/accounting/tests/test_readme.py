@@ -13,7 +13,7 @@ def test_quick_start_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == shown
 
 
-def picture() -> str:
+def draw_picture() -> str:
     """Return the first lines of the answer for Llama 3 405B."""
     from accounting import Transformer, plan_for
 
@@ -33,7 +33,7 @@ def picture() -> str:
 
 def test_sample_output_equals_printed_answer() -> None:
     (shown,) = re.findall(r"<!-- picture -->\n```\n(.*?)\n```", README, flags=re.S)
-    assert shown == picture()
+    assert shown == draw_picture()
 
 
 def test_benchmark_rows_have_units_in_their_keys() -> None:

@@ -10,13 +10,13 @@ from accounting import Plan, Transformer, Workload, fits, peak_memory, plan_for,
 from accounting.memory.activations import count_activation_bytes, count_head_activation_bytes
 from accounting.memory.ledger import Ledger
 from accounting.memory.live import make_state
-from reference import Model, world_of
+from reference import Model, emulate_world
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 
-def tracked(
+def track_peak(
     shape: Transformer,
     ranks: int,
     batch: int,
@@ -34,7 +34,7 @@ def tracked(
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    with world_of(ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+    with emulate_world(ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
         model = Model(shape)
         options: dict[str, Any] = {"mesh": mesh}
         if mixed:
@@ -64,7 +64,7 @@ def tracked(
     return int(peak["Total"])
 
 
-def case(seed: int) -> tuple[Transformer, int, int, int, bool, bool]:
+def draw_case(seed: int) -> tuple[Transformer, int, int, int, bool, bool]:
     """Return a decoder, ranks, sequences per rank, tokens, and if it is mixed and resharded."""
     dice = random.Random(seed)
     head_dim, heads = dice.choice([16, 32, 64]), dice.choice([2, 4, 8])
@@ -86,9 +86,9 @@ def case(seed: int) -> tuple[Transformer, int, int, int, bool, bool]:
     )
 
 
-def agrees(seed: int, microbatches: int = 1, unsharded: bool = False) -> None:
-    shape, ranks, batch, seq, mixed, reshard = case(seed)
-    result = tracked(shape, ranks, batch, seq, mixed, reshard, microbatches, unsharded)
+def check_case(seed: int, microbatches: int = 1, unsharded: bool = False) -> None:
+    shape, ranks, batch, seq, mixed, reshard = draw_case(seed)
+    result = track_peak(shape, ranks, batch, seq, mixed, reshard, microbatches, unsharded)
     options = {"reshard_after_forward": reshard, "accumulate_unsharded": unsharded}
     predicted = peak_memory(
         shape,
@@ -111,7 +111,7 @@ def test_zero_3_peak_of_tied_table_is_near_that_of_fsdp_mem_tracker(reshard: boo
     predicted = peak_memory(
         shape, Plan(data=2, zero=3, reshard_after_forward=reshard), batch=2, **work
     )
-    result = tracked(shape, 2, 1, 16, mixed=False, reshard=reshard)
+    result = track_peak(shape, 2, 1, 16, mixed=False, reshard=reshard)
     assert "tied table" in predicted.name
     assert predicted.total == pytest.approx(result, rel=0.03)
 
@@ -122,31 +122,31 @@ def test_zero_3_peak_in_mixed_precision_with_one_key_head_is_as_far_off_as_state
     shape = Transformer(**sizes, vocab_size=4096, gated_mlp=False, activation="gelu")
     work: dict[str, Any] = {"seq": 64, "precision": "fsdp_bf16", "fused_norm": False}
     predicted = peak_memory(shape, Plan(data=2, zero=3), batch=4, foreach=False, **work)
-    result = tracked(shape, 2, 2, 64, mixed=True, reshard=True)
+    result = track_peak(shape, 2, 2, 64, mixed=True, reshard=True)
     assert 1.05 * predicted.total < result < 1.07 * predicted.total
 
 
 @pytest.mark.parametrize("seed", [2])
 def test_zero_3_peak_equals_fsdp_mem_tracker(seed: int) -> None:
-    agrees(seed)
+    check_case(seed)
 
 
 @pytest.mark.parametrize(
     "seed", [4, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(5, 20))]
 )
 def test_zero_3_peak_with_accumulated_gradients_equals_fsdp_mem_tracker(seed: int) -> None:
-    agrees(seed, microbatches=2 + seed % 2)
+    check_case(seed, microbatches=2 + seed % 2)
 
 
 @pytest.mark.parametrize(
     "seed", [22, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(7, 22))]
 )
 def test_zero_3_peak_without_gradient_sync_equals_fsdp_mem_tracker(seed: int) -> None:
-    agrees(seed, microbatches=2 + seed % 2, unsharded=True)
+    check_case(seed, microbatches=2 + seed % 2, unsharded=True)
 
 
 def test_training_memory_adds_unsharded_gradients_of_earlier_microbatches() -> None:
-    shape = case(2)[0]
+    shape = draw_case(2)[0]
     usual, unsharded = (
         training_memory(
             shape,
@@ -166,7 +166,7 @@ def test_training_memory_adds_unsharded_gradients_of_earlier_microbatches() -> N
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [1, *range(3, 52)])
 def test_fifty_zero_3_plans_peak_like_fsdp_mem_tracker(seed: int) -> None:
-    agrees(seed)
+    check_case(seed)
 
 
 @pytest.mark.exhaustive
@@ -184,7 +184,7 @@ def test_tensor_parallel_activations_equal_parallelize_module(ranks: int) -> Non
     batch, seq = 3, 16
     how: dict[str, Any] = {"o_proj": RowwiseParallel(), "down": RowwiseParallel()}
     how |= {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "gate", "up")}
-    with world_of(ranks) as mesh:
+    with emulate_world(ranks) as mesh:
         model = Model(shape)
         for block in model.blocks:
             parallelize_module(block, mesh, how)
@@ -293,7 +293,7 @@ def test_sequence_parallelism_keeps_its_share_of_the_stream_to_the_byte(ranks: i
     )
 
 
-def one_process(model: nn.Module, sample: Any, optimizer: Any) -> int:
+def measure_one_process(model: nn.Module, sample: Any, optimizer: Any) -> int:
     """Return the peak of a step with optimizer state by `MemTracker` on real tensors."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -310,7 +310,7 @@ def one_process(model: nn.Module, sample: Any, optimizer: Any) -> int:
     return int(peak["Total"])
 
 
-def convolutional() -> nn.Module:
+def build_convolutional() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1),
         nn.BatchNorm2d(16),
@@ -324,7 +324,7 @@ def convolutional() -> nn.Module:
 
 
 MODULES = {
-    "convolutional": (convolutional, (4, 3, 32, 32)),
+    "convolutional": (build_convolutional, (4, 3, 32, 32)),
     "mlp": (lambda: nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 3)), (9, 64)),
     "encoder": (lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), (2, 17, 32)),
     "embedding": (lambda: nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50)), None),
@@ -352,7 +352,7 @@ PAIRS = [
 def test_peak_of_any_module_equals_mem_tracker(name: str, optimizer: str) -> None:
     make, size = MODULES[name]
     sample = torch.zeros(size) if size else torch.zeros(3, 11, dtype=torch.long)
-    result = one_process(make(), sample, OPTIMIZERS[optimizer])
+    result = measure_one_process(make(), sample, OPTIMIZERS[optimizer])
     traced = fits(make(), sample, OPTIMIZERS[optimizer], rounding=1)
     assert traced.peak.total == result
     assert traced.peak.total == sum(part.total for part in traced.peak)
@@ -375,7 +375,7 @@ def test_fits_allocates_and_changes_nothing() -> None:
 def test_local_shard_of_sharded_parameter_is_counted() -> None:
     from torch.distributed.tensor import DTensor, Shard
 
-    with world_of(2) as mesh:
+    with emulate_world(2) as mesh:
         ledger = Ledger()
         whole = DTensor.from_local(torch.zeros(4, 4), mesh, [Shard(0)])
         ledger.hold("weights", whole)
@@ -399,7 +399,7 @@ def test_module_that_depends_on_values_is_refused() -> None:
 
 
 def test_out_of_memory_error_lists_live_tensors() -> None:
-    model = convolutional()
+    model = build_convolutional()
     ledger = Ledger()
     ledger.hold("weights", *model.parameters())
 

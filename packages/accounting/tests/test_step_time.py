@@ -70,7 +70,7 @@ def test_groups_take_the_link_they_span() -> None:
     assert exchange.bandwidth == pytest.approx(2 * 64 * axis / 2 / (256 / 2))
 
 
-def rates(devices: tuple[int, ...], hardware: Any) -> list[float]:
+def predict_rates(devices: tuple[int, ...], hardware: Any) -> list[float]:
     """Return the sequences per second and device over numbers of data-parallel devices."""
     result = []
     for count in devices:
@@ -81,12 +81,12 @@ def rates(devices: tuple[int, ...], hardware: Any) -> list[float]:
 
 
 def test_more_devices_each_compute_less_unless_communication_is_free() -> None:
-    result = rates((1, 10, 100, 1_000, 10_000, 100_000), H100)
+    result = predict_rates((1, 10, 100, 1_000, 10_000, 100_000), H100)
     shares = [round(rate / result[0], 9) for rate in result]
     assert shares == sorted(shares, reverse=True)
     # One sequence per device hides little of the traffic of the gradients.
     assert 0.2 < shares[-1] < 0.9
-    assert rates((1, 10, 1000), NO_NETWORK) == pytest.approx([result[0]] * 3)
+    assert predict_rates((1, 10, 1000), NO_NETWORK) == pytest.approx([result[0]] * 3)
 
 
 def test_the_precision_decides_how_fast_matrices_are_multiplied() -> None:

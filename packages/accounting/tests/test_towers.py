@@ -48,13 +48,13 @@ def build(content: dict[str, Any], base: bool) -> torch.nn.Module:
     return module
 
 
-def drawn(rng: random.Random, known: dict[str, Any]) -> dict[str, Any]:
+def draw_fields(rng: random.Random, known: dict[str, Any]) -> dict[str, Any]:
     """Return half of the known fields with random values."""
     names = [name for name in DRAWN if name in known]
     return {name: rng.choice(DRAWN[name]) for name in names if rng.random() < 0.5}
 
 
-def agrees(family: str, kind: str, draws: int) -> None:
+def check_tower(family: str, kind: str, draws: int) -> None:
     from transformers import AutoConfig
 
     rng = random.Random(f"{family} {kind}")
@@ -63,13 +63,13 @@ def agrees(family: str, kind: str, draws: int) -> None:
     for _ in range(draws):
         tower = AutoConfig.for_model(kind).to_dict() if kind else outer["vision_config"]
         vision = {"model_type": kind} if kind else {}
-        vision |= drawn(rng, tower)
+        vision |= draw_fields(rng, tower)
         # A tower without any field is that of the class, which is not part of the file.
         vision.setdefault("patch_size", 8)
         text = {name: value for name, value in TEXT.items() if name in outer["text_config"]}
         text["model_type"] = outer["text_config"]["model_type"]
         content = {"model_type": family, "vision_config": vision, "text_config": text}
-        content |= drawn(rng, outer) | {"tie_word_embeddings": rng.random() < 0.5}
+        content |= draw_fields(rng, outer) | {"tie_word_embeddings": rng.random() < 0.5}
         text["tie_word_embeddings"] = content["tie_word_embeddings"]
         base = rng.random() < 0.3 and family != "llama4"
         try:
@@ -93,13 +93,13 @@ FEW = [("gemma3", "siglip_vision_model"), ("qwen2_5_vl", "")]
 
 @pytest.mark.parametrize(("family", "kind"), FEW)
 def test_vision_tower_has_parameters_of_transformers_module(family: str, kind: str) -> None:
-    agrees(family, kind, draws=3)
+    check_tower(family, kind, draws=3)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_every_vision_tower_has_parameters_of_transformers_module(family: str, kind: str) -> None:
-    agrees(family, kind, draws=40)
+    check_tower(family, kind, draws=40)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])

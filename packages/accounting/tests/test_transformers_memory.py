@@ -10,7 +10,7 @@ from accounting import Ledger, Plan, Transformer, Window, Workload, peak_memory,
 from accounting.memory.activations import count_activation_bytes
 from accounting.memory.live import make_state
 from accounting.model.config import ACTIVATIONS, classify_activation
-from reference import described
+from reference import describe_module
 
 LLAMA: dict[str, Any] = {
     **{"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "vocab_size": 1024},
@@ -49,7 +49,7 @@ MAMBA_SIZES = (
 RUNS = [(2, 128, 4096), (4, 128, 64), (1, 32, 64)]
 
 
-def peaks(
+def measure_peaks(
     family: str,
     batch: int,
     seq: int,
@@ -76,7 +76,7 @@ def peaks(
         optimizer.step()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     work = Workload(batch=batch, seq=seq, transformers=True, flash=flash, dropout=dropout)
-    predicted = peak_memory(described(module), work=work, foreach=False)
+    predicted = peak_memory(describe_module(module), work=work, foreach=False)
     return int(peak["Total"]), float(predicted.total)
 
 
@@ -89,7 +89,7 @@ SLOW = ("llama", "mistral", "mixtral", "qwen3", "qwen3_moe")
     [pytest.param(f, marks=pytest.mark.exhaustive) if f in SLOW else f for f in FAMILIES],
 )
 def test_peak_of_transformers_step_equals_mem_tracker(family: str) -> None:
-    actual, predicted = peaks(family, *RUNS[0])
+    actual, predicted = measure_peaks(family, *RUNS[0])
     assert predicted == pytest.approx(actual, rel=0.03)
 
 
@@ -100,7 +100,7 @@ def test_peak_of_transformers_step_equals_mem_tracker(family: str) -> None:
 def test_every_peak_of_transformers_step_equals_mem_tracker(
     family: str, run: tuple[int, int, int]
 ) -> None:
-    actual, predicted = peaks(family, *run)
+    actual, predicted = measure_peaks(family, *run)
     assert predicted == pytest.approx(actual, rel=0.03)
 
 
@@ -113,7 +113,7 @@ def test_peaks_of_other_families_are_at_most_a_tenth_above_the_prediction(
     family: str, run: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(FAMILIES, family, LLAMA)
-    actual, predicted = peaks(family, *run)
+    actual, predicted = measure_peaks(family, *run)
     # Nemotron has a squared ReLU.
     least = 0.88 if family == "nemotron" else 0.9
     assert least * actual <= predicted <= actual
@@ -126,7 +126,7 @@ def test_peak_with_dropout_in_attention_is_as_far_off_as_stated(
 ) -> None:
     rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
     monkeypatch.setitem(FAMILIES, "gpt2", FAMILIES["gpt2"] | rates)
-    actual, predicted = peaks("gpt2", *run, flash=False, dropout=True)
+    actual, predicted = measure_peaks("gpt2", *run, flash=False, dropout=True)
     assert 1 <= actual / predicted <= 1.17
 
 
@@ -202,7 +202,7 @@ def test_peaks_that_are_not_modeled_are_as_far_off_as_stated(
     if family == "glm4_moe_lite":
         sizes |= LATENT | {"v_head_dim": 16, "num_experts_per_tok": 2}
     monkeypatch.setitem(FAMILIES, family, sizes)
-    actual, predicted = peaks(family, *run, flash)
+    actual, predicted = measure_peaks(family, *run, flash)
     assert least <= predicted / actual <= most
 
 
@@ -270,7 +270,7 @@ def test_gradients_of_tied_table_and_their_sum_exist_at_once(foreach: bool) -> N
             optimizer.step()
             optimizer.zero_grad()
     work = Workload(batch=1, seq=2, transformers=True)
-    predicted = peak_memory(described(module), work=work, foreach=foreach).total
+    predicted = peak_memory(describe_module(module), work=work, foreach=foreach).total
     assert predicted == pytest.approx(ledger.peak_bytes, rel=0.001)
 
 

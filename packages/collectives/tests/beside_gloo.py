@@ -14,7 +14,7 @@ from collectives import bench
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def calls(kind, size):
+def build_calls(kind, size):
     """Return gloo's call and ours, of `size` bytes in total."""
     world = dist.get_world_size()
     short, long = torch.zeros(size // 4 // world), torch.zeros(size // 4 // world * world)
@@ -33,7 +33,7 @@ def calls(kind, size):
     }
 
 
-def num_rounds(size):
+def choose_num_rounds(size):
     """Return an odd number of rounds. Long calls on a slow link vary little, so they need few."""
     if size <= 64 << 10:
         return 25
@@ -47,7 +47,7 @@ def main(path, sizes):
     for kind in KINDS:
         for size in sizes:
             times = bench.time_interleaved(
-                calls(kind, size), size, False, "cpu", rounds=num_rounds(size)
+                build_calls(kind, size), size, False, "cpu", rounds=choose_num_rounds(size)
             )
             ratio = np.median(times["auto"].rounds / times["gloo"].rounds)
             ratios[f"{kind} {size}"] = float(ratio)

@@ -41,7 +41,7 @@ SIZES = (0, 1, 2, 7, 64, 1000, 4099)
 LARGE = (70_001, 150_000)
 
 
-def small_values(generator, shape, dtype):
+def draw_small_values(generator, shape, dtype):
     """Return values whose sums and products over six ranks are exact in every dtype."""
     low = 0 if dtype in (torch.uint8, torch.bool) else -2
     values = torch.randint(low, 3, shape, generator=generator)
@@ -50,7 +50,7 @@ def small_values(generator, shape, dtype):
     return values.to(dtype)
 
 
-def reference(op, parts):
+def compute_reference(op, parts):
     """Return the reduction in float64 or complex128, in rank order."""
     wide = torch.complex128 if parts.is_complex() else torch.float64
     dtype, parts = parts.dtype, parts.to(wide)
@@ -64,7 +64,7 @@ def reference(op, parts):
     return (result != 0) if dtype == torch.bool else result.to(dtype)
 
 
-def laid_out(tensor, how, group):
+def lay_out(tensor, how, group):
     """Return the same values in another layout, or in memory that the ranks share."""
     if how == "strided":
         return torch.stack([tensor, tensor], dim=-1)[..., 0]
@@ -77,11 +77,11 @@ def laid_out(tensor, how, group):
     return tensor
 
 
-def poisoned(shape, dtype):
+def make_poisoned(shape, dtype):
     return torch.full(shape, 99).to(dtype)
 
 
-def one_call(choose, generator, group):
+def start_random_call(choose, generator, group):
     """Start a random collective, the same on every rank; return it with its reference."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     topology = get_communicator(group).topology
@@ -104,25 +104,28 @@ def one_call(choose, generator, group):
     asynchronous = choose.random() < 0.3
     go = {"group": group, "async_op": asynchronous, "algorithm": algorithm}
     if kind in ("reduce_scatter", "all_to_all"):
-        everyone = small_values(generator, (world, world * size), dtype)
+        everyone = draw_small_values(generator, (world, world * size), dtype)
     else:
-        everyone = small_values(generator, (world, size), dtype)
-    mine = laid_out(everyone[rank].clone(), how, group)
+        everyone = draw_small_values(generator, (world, size), dtype)
+    mine = lay_out(everyone[rank].clone(), how, group)
     redop = getattr(dist.ReduceOp, op)
     if kind == "all_reduce":
-        out, want = mine, reference(op, everyone)
+        out, want = mine, compute_reference(op, everyone)
         work = collectives.all_reduce(mine, redop, **go)
     elif kind == "reduce_scatter":
-        out, want = poisoned((size,), dtype), reference(op, everyone).view(world, size)[rank]
+        out, want = (
+            make_poisoned((size,), dtype),
+            compute_reference(op, everyone).view(world, size)[rank],
+        )
         work = collectives.reduce_scatter_tensor(out, mine, redop, **go)
     elif kind == "all_gather":
-        out, want = poisoned((world * size,), dtype), everyone
+        out, want = make_poisoned((world * size,), dtype), everyone
         work = collectives.all_gather_into_tensor(out, mine, **go)
     elif kind == "broadcast":
         out, want = mine, everyone[root]
         work = collectives.broadcast(out, group_src=root, **go)
     else:
-        out = poisoned((world * size,), dtype)
+        out = make_poisoned((world * size,), dtype)
         want = everyone.view(world, world, size)[:, rank]
         work = collectives.all_to_all_single(out, mine.reshape(-1), **go)
     return work, out, want, (kind, algorithm, op, dtype, size, how, topology.ranks_per_host)
@@ -133,7 +136,7 @@ def let_hosts_have(ranks):
     segment.identify_host = lambda: f"host {dist.get_rank() // ranks}"
 
 
-def random_sequences(worlds, count):
+def run_random_sequences(worlds, count):
     """Run sequences of up to three pending calls on groups of several sizes; count the calls.
 
     The groups of the same ranks differ in which of them share a host.
@@ -157,7 +160,8 @@ def random_sequences(worlds, count):
             continue
         let_hosts_have(ranks)
         for work, out, want, what in [
-            one_call(choose, generator, groups[ranks, world]) for _ in range(choose.randint(1, 3))
+            start_random_call(choose, generator, groups[ranks, world])
+            for _ in range(choose.randint(1, 3))
         ]:
             if work is not None:
                 work.wait()
@@ -175,7 +179,7 @@ def random_sequences(worlds, count):
     ids=["usual", "all"],
 )
 def test_random_sequences_equal_float64_result(worlds, count, covered):
-    done = run_on_shared_ranks(random_sequences, max(worlds), worlds, count, timeout=900)[0]
+    done = run_on_shared_ranks(run_random_sequences, max(worlds), worlds, count, timeout=900)[0]
     assert done.total() > count
     kinds, _, _, dtypes, _, layouts, hosts = map(set, zip(*done, strict=True))
     assert (kinds, dtypes, layouts) == (set(KINDS), set(DTYPES), set(LAYOUTS))
@@ -192,7 +196,7 @@ def test_random_sequences_equal_float64_result(worlds, count, covered):
     assert reductions >= {(kind, op) for kind in ("all_reduce", "reduce_scatter") for op in OPS}
 
 
-def every_combination():
+def run_every_combination():
     world, rank = dist.get_world_size(), dist.get_rank()
     for kind, size in itertools.product(
         ("all_reduce", "reduce_scatter", "all_gather"), (5, 300_001)
@@ -218,10 +222,10 @@ def every_combination():
 
 
 def test_long_float_tensors_agree_with_float64():
-    assert run_on_shared_ranks(every_combination, 3) == [None] * 3
+    assert run_on_shared_ranks(run_every_combination, 3) == [None] * 3
 
 
-def same_bits():
+def compute_digests():
     """Return a digest of the bits of an average, by algorithm."""
     digests = {}
     for algorithm in list_candidates("all_reduce", (dist.get_world_size(),)):
@@ -232,12 +236,12 @@ def same_bits():
 
 
 def test_all_ranks_get_identical_bits():
-    results = run_on_shared_ranks(same_bits, 3)
+    results = run_on_shared_ranks(compute_digests, 3)
     assert results == [results[0]] * 3
     assert len(results[0]) == 3
 
 
-def narrow_sum():
+def sum_in_narrow_dtype():
     """Sum 1 and four values of half its last place, which 16-bit sums would lose."""
     sums = set()
     for dtype in (torch.bfloat16, torch.complex32):
@@ -253,10 +257,10 @@ def narrow_sum():
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_bfloat16_is_summed_in_float32():
     sums = {(torch.bfloat16, 4.0), (torch.complex32, 4.0)}
-    assert run_on_shared_ranks(narrow_sum, 5) == [sums] * 5
+    assert run_on_shared_ranks(sum_in_narrow_dtype, 5) == [sums] * 5
 
 
-def uneven_exchange():
+def exchange_uneven_parts():
     rank, world = dist.get_rank(), dist.get_world_size()
     # Rank i sends i + 2 j rows of two to rank j.
     for algorithm in ("auto", *list_candidates("all_to_all", (world,))):
@@ -273,10 +277,10 @@ def uneven_exchange():
 
 
 def test_all_to_all_accepts_splits_of_any_length():
-    assert run_on_shared_ranks(uneven_exchange, 3) == [None] * 3
+    assert run_on_shared_ranks(exchange_uneven_parts, 3) == [None] * 3
 
 
-def wire_bytes(world):
+def count_wire_bytes(world):
     """Return the bytes that a rank sends for a tensor of 1 MiB."""
     size = 1 << 20
     flat = torch.zeros(size // 4)
@@ -300,12 +304,12 @@ def wire_bytes(world):
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_ring_sends_the_minimum_number_of_bytes(world):
     part = (world - 1) / world
-    for sent in run_ranks(wire_bytes, world, world):
+    for sent in run_ranks(count_wire_bytes, world, world):
         for kind, fraction in sent.items():
             assert fraction == (2 * part if kind == "all_reduce" else part)
 
 
-def by_gloo():
+def run_gloo_collectives():
     """Run gloo's own collectives by name and by `auto`, and check what is refused."""
     rank, world = dist.get_rank(), dist.get_world_size()
     segment.identify_host = lambda: f"host {rank}"
@@ -360,7 +364,7 @@ def by_gloo():
 
 
 def test_gloo_algorithm_equals_our_algorithms():
-    assert run_on_shared_ranks(by_gloo, 3) == [None] * 3
+    assert run_on_shared_ranks(run_gloo_collectives, 3) == [None] * 3
 
 
 def make_more_kinds_of_calls_than_gloo_runs():
@@ -460,7 +464,7 @@ def reduce_nan(ranks_per_host):
             tensor = everyone[rank].to(dtype, copy=True)
             redop = getattr(dist.ReduceOp, op)
             collectives.all_reduce(tensor, redop, group=group, algorithm=algorithm)
-            expected = reference(op, everyone.to(dtype))
+            expected = compute_reference(op, everyone.to(dtype))
             torch.testing.assert_close(tensor, expected, equal_nan=True, msg=f"{algorithm} {op}")
 
 
@@ -469,7 +473,7 @@ def test_nan_of_any_rank_reaches_every_rank(ranks_per_host):
     assert run_on_shared_ranks(reduce_nan, 3, ranks_per_host) == [None] * 3
 
 
-def tuned_once():
+def tune_once():
     """Check that a second group on the same hosts reuses the measurement of the first."""
     rank, world = dist.get_rank(), dist.get_world_size()
     segment.identify_host = lambda: f"host {rank}"
@@ -499,7 +503,7 @@ def tuned_once():
 
 
 def test_hosts_are_measured_once_and_gloo_is_a_candidate():
-    for same, measured, measured_kinds in run_ranks(tuned_once, 2):
+    for same, measured, measured_kinds in run_ranks(tune_once, 2):
         assert same
         assert measured == {"ring", "tree", "gloo"}
         assert measured_kinds == ["all_reduce"]

@@ -21,7 +21,7 @@ def report(rank, status=Status.FAILED, **fields):
     return Report(rank, status, **({"call_number": CALL_NUMBER, "calls": [SUM]} | fields))
 
 
-def waiting(rank, **fields):
+def report_waiting(rank, **fields):
     return report(rank, Status.WAITING, **fields)
 
 
@@ -77,7 +77,7 @@ CASES = {
     ),
     "a rank that made another call and waits in it is compared too": (
         [report(0), report(2), report(3)],
-        [waiting(1, calls=[MAX])],
+        [report_waiting(1, calls=[MAX])],
         (Cause.MISMATCH, [1]),
     ),
     "lengths of an all-to-all differ": (
@@ -102,12 +102,12 @@ CASES = {
     ),
     "a wait that timed out closed the connections of a rank that waits": (
         [report(0, Status.TIMED_OUT, disconnected=[1], waits_for=1)],
-        [waiting(1, waits_for=2), waiting(3, waits_for=2)],
+        [report_waiting(1, waits_for=2), report_waiting(3, waits_for=2)],
         (Cause.SILENT, [2]),
     ),
     "a silent rank is blamed, not the rank that waits for it": (
         [report(0, Status.TIMED_OUT, waits_for=1), report(3, Status.TIMED_OUT)],
-        [waiting(1, waits_for=2)],
+        [report_waiting(1, waits_for=2)],
         (Cause.SILENT, [2]),
     ),
     "a rank that takes no part in the call, but is waited for, is blamed": (
@@ -117,22 +117,22 @@ CASES = {
     ),
     "a rank that takes no part in the call, is waited for and waits is not blamed": (
         [report(rank, Status.TIMED_OUT) for rank in range(3)] + [report(3, waits_for=4)],
-        [waiting(4)],
+        [report_waiting(4)],
         (Cause.UNKNOWN, []),
     ),
     "ranks that still wait at the end are blamed if nobody is silent": (
         [report(0), report(1), report(2)],
-        [waiting(3)],
+        [report_waiting(3)],
         (Cause.SILENT, [3]),
     ),
     "a rank completed another call, whose tensors were empty": (
         [report(rank, calls=[BROADCAST, SUM]) for rank in range(3)],
-        [waiting(3, calls=[MAX, SUM])],
+        [report_waiting(3, calls=[MAX, SUM])],
         (Cause.MISMATCH, [3]),
     ),
     "an earlier difference is not blamed for a silent rank": (
         [report(0, calls=[BROADCAST, SUM]), report(2, calls=[MAX, SUM])],
-        [waiting(3, calls=[MAX, SUM])],
+        [report_waiting(3, calls=[MAX, SUM])],
         (Cause.SILENT, [1]),
     ),
     "an earlier difference is not blamed for a lost rank": (

@@ -25,26 +25,26 @@ from torch.nn.parallel import DistributedDataParallel
 from worker_pool import run_on_shared_ranks, run_ranks
 
 
-def model():
+def build_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(12, 33), nn.GELU(), nn.Linear(33, 5))
 
 
-def batches():
+def draw_batches():
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     return [torch.randn(4, 12, generator=generator) for _ in range(3)]
 
 
-def steps(network, optimizer):
-    for batch in batches():
+def run_steps(network, optimizer):
+    for batch in draw_batches():
         optimizer.zero_grad()
         network(batch).square().mean().backward()
         optimizer.step()
 
 
 def train_ddp():
-    network = DistributedDataParallel(model(), bucket_cap_mb=0.001)
-    steps(network, torch.optim.AdamW(network.parameters(), lr=0.01))
+    network = DistributedDataParallel(build_model(), bucket_cap_mb=0.001)
+    run_steps(network, torch.optim.AdamW(network.parameters(), lr=0.01))
     return [p.detach() for p in network.parameters()]
 
 
@@ -52,25 +52,25 @@ def train_zero():
     # Importing it warns of torch.jit on torch 2.11.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    network = DistributedDataParallel(model())
+    network = DistributedDataParallel(build_model())
     optimizer = ZeroRedundancyOptimizer(network.parameters(), torch.optim.AdamW, lr=0.01)
-    steps(network, optimizer)
+    run_steps(network, optimizer)
     return [p.detach() for p in network.parameters()]
 
 
 def train_fsdp2():
-    network = model()
+    network = build_model()
     for layer in (network[0], network[2], network):
         fully_shard(layer)
-    steps(network, torch.optim.AdamW(network.parameters(), lr=0.01))
+    run_steps(network, torch.optim.AdamW(network.parameters(), lr=0.01))
     return [p.full_tensor().detach() for p in network.parameters()]
 
 
 def train_and_checkpoint(folder):
-    network = model()
+    network = build_model()
     fully_shard(network)
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
-    steps(network, optimizer)
+    run_steps(network, optimizer)
     state = network.state_dict()
     saved = {name: value.full_tensor().clone() for name, value in state.items()}
     dcp.save({"model": state}, checkpoint_id=folder)
@@ -87,9 +87,9 @@ def train_hybrid():
     """Train FSDP2 with shards in one dimension of a mesh and copies in the other."""
     names = ("replicate", "shard")
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
-    network = model()
+    network = build_model()
     fully_shard(network, mesh=mesh)
-    steps(network, torch.optim.AdamW(network.parameters(), lr=0.01))
+    run_steps(network, torch.optim.AdamW(network.parameters(), lr=0.01))
     return [p.full_tensor().detach() for p in network.parameters()]
 
 
@@ -99,7 +99,7 @@ def train_tensor_parallel():
     network = nn.Sequential(nn.Linear(12, 32), nn.GELU(), nn.Linear(32, 6))
     parallelize_module(network, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-    for batch in batches():
+    for batch in draw_batches():
         # All ranks of such a group see the same data.
         dist.broadcast(batch, 0)
         optimizer.zero_grad()
@@ -135,7 +135,7 @@ TRAINERS = {
 }
 
 
-def by_backend(function):
+def run_by_backend(function):
     """Return the results of a function on groups of gloo and of the registered backend."""
     results = []
     for backend in ("gloo", "collectives"):
@@ -156,12 +156,12 @@ def train_all():
 
 
 def test_trainer_gives_same_parameters_as_on_gloo():
-    for on_gloo, on_ours in run_on_shared_ranks(by_backend, 2, train_all, backend=""):
+    for on_gloo, on_ours in run_on_shared_ranks(run_by_backend, 2, train_all, backend=""):
         assert on_gloo.keys() == TRAINERS.keys()
         torch.testing.assert_close(on_ours, on_gloo, rtol=1e-6, atol=1e-7)
 
 
-def redistributed(hosts):
+def redistribute_tensors(hosts):
     """Move random tensors between random placements; the full tensor must stay the same."""
     if hosts > 1:
         segment.identify_host = lambda: f"host {int(os.environ['RANK']) * hosts // 4}"
@@ -185,7 +185,7 @@ def redistributed(hosts):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("hosts", [1, 2, 4])
 def test_redistributed_dtensor_keeps_its_values(hosts):
-    run_ranks(redistributed, 4, hosts, backend="")
+    run_ranks(redistribute_tensors, 4, hosts, backend="")
 
 
 def begin(backend="collectives", seconds=60):
@@ -203,7 +203,7 @@ def begin(backend="collectives", seconds=60):
     return dist.group.WORLD
 
 
-def other_devices():
+def use_two_devices():
     """Use tensors of two devices in one group; each device has its own backend.
 
     Without a GPU the other device is "meta", and its backend records the calls.
@@ -255,10 +255,10 @@ def other_devices():
 
 
 def test_tensors_of_another_device_use_the_backend_of_that_device():
-    run_ranks(other_devices, 2, backend="")
+    run_ranks(use_two_devices, 2, backend="")
 
 
-def compiled(with_torchs_function):
+def run_compiled(with_torchs_function):
     """Return the results of compiled functions that call collectives."""
     begin()
 
@@ -292,22 +292,22 @@ def compiled(with_torchs_function):
     [(1, False), pytest.param(2, True, marks=pytest.mark.exhaustive)],
 )
 def test_compiled_functions_can_call_collectives(world, with_torchs_function):
-    for results in run_ranks(compiled, world, with_torchs_function, backend=""):
+    for results in run_ranks(run_compiled, world, with_torchs_function, backend=""):
         assert len(results) == (4 if with_torchs_function else 1)
         assert results == [[2.0 * world + 1] * 2] * len(results)
 
 
-def no_backend_there():
+def use_meta_tensor():
     begin()
     with pytest.raises(ValueError, match="no backend for meta tensors"):
         dist.all_reduce(torch.empty(2, device="meta"))
 
 
 def test_device_without_backend_is_refused():
-    run_ranks(no_backend_there, 1, backend="")
+    run_ranks(use_meta_tensor, 1, backend="")
 
 
-def without_options():
+def call_without_options():
     """Call the group's methods with every signature of torch."""
     group = begin()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -339,10 +339,10 @@ def without_options():
 
 
 def test_methods_accept_every_signature_of_torch():
-    assert run_on_shared_ranks(without_options, 2, backend="") == [None, None]
+    assert run_on_shared_ranks(call_without_options, 2, backend="") == [None, None]
 
 
-def polled():
+def poll_work():
     begin()
     work = dist.all_reduce(torch.ones(300_000), async_op=True)
     end = time.monotonic() + 30
@@ -352,10 +352,10 @@ def polled():
 
 
 def test_polled_handle_reports_completion():
-    assert run_on_shared_ranks(polled, 2, backend="") == [None, None]
+    assert run_on_shared_ranks(poll_work, 2, backend="") == [None, None]
 
 
-def futures_of_finished_calls():
+def read_futures_of_finished_calls():
     """Read futures right after `wait`, or after `is_completed` returned True."""
     begin()
     for i in range(100):
@@ -370,7 +370,7 @@ def futures_of_finished_calls():
 
 
 def test_future_is_completed_when_its_handle_is():
-    assert run_on_shared_ranks(futures_of_finished_calls, 2, backend="") == [None, None]
+    assert run_on_shared_ranks(read_futures_of_finished_calls, 2, backend="") == [None, None]
 
 
 def test_future_of_a_call_whose_data_have_moved_is_completed():
@@ -382,7 +382,7 @@ def test_future_of_a_call_whose_data_have_moved_is_completed():
     assert work.is_completed()
 
 
-def nested():
+def start_nested_collectives():
     """Start collectives in callbacks and wait for them by every method."""
     begin(seconds=20)
     ones = [torch.ones(1000) for _ in range(4)]
@@ -404,10 +404,10 @@ def nested():
 
 
 def test_callbacks_can_start_collectives_and_wait_for_them():
-    assert run_on_shared_ranks(nested, 2, backend="") == [(4.0, [2.0] * 4)] * 2
+    assert run_on_shared_ranks(start_nested_collectives, 2, backend="") == [(4.0, [2.0] * 4)] * 2
 
 
-def hooks():
+def list_hooks():
     """Return the state and the function of each of torch's communication hooks, by name."""
     from torch.distributed.algorithms import ddp_comm_hooks
     from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -447,22 +447,22 @@ def hooks():
 def train_with_hooks():
     """Return the parameters after three steps with each hook."""
     values = {}
-    for name, (state, hook) in hooks().items():
-        network = DistributedDataParallel(model(), bucket_cap_mb=0.001)
+    for name, (state, hook) in list_hooks().items():
+        network = DistributedDataParallel(build_model(), bucket_cap_mb=0.001)
         if hook is None:
             network._register_builtin_comm_hook(state)
         else:
             network.register_comm_hook(state, hook)
         # The low-rank approximation starts from random numbers.
         torch.manual_seed(5)
-        steps(network, torch.optim.SGD(network.parameters(), lr=0.01))
+        run_steps(network, torch.optim.SGD(network.parameters(), lr=0.01))
         values[name] = [p.detach().tolist() for p in network.parameters()]
     return values
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_ddp_communication_hooks_give_same_parameters_as_on_gloo():
-    results = run_on_shared_ranks(by_backend, 2, train_with_hooks, backend="")
+    results = run_on_shared_ranks(run_by_backend, 2, train_with_hooks, backend="")
     on_gloo, on_ours = zip(*results, strict=True)
     assert len(on_gloo[0]) >= 8
     for name in on_gloo[0]:
@@ -471,7 +471,7 @@ def test_ddp_communication_hooks_give_same_parameters_as_on_gloo():
         assert (on_ours[0][name] == on_ours[1][name]) == (on_gloo[0][name] == on_gloo[1][name])
 
 
-def from_two_threads():
+def call_from_two_threads():
     """Make a group's first two calls from two threads at the same time."""
     rank = dist.get_rank()
     group = dist.new_group([0, 1])
@@ -490,10 +490,10 @@ def from_two_threads():
 
 
 def test_first_calls_can_come_from_two_threads():
-    assert run_on_shared_ranks(from_two_threads, 2) == [[3.0, 3.0]] * 2
+    assert run_on_shared_ranks(call_from_two_threads, 2) == [[3.0, 3.0]] * 2
 
 
-def groups_from_two_threads():
+def call_groups_from_two_threads():
     """Make the first calls of two groups in opposite orders, each group on its own thread."""
     rank, groups = dist.get_rank(), [dist.new_group() for _ in range(2)]
     tensors = [torch.full((100,), rank + 1.0) for _ in groups]
@@ -513,10 +513,10 @@ def groups_from_two_threads():
 
 
 def test_groups_can_be_used_from_threads_in_any_order():
-    assert run_on_shared_ranks(groups_from_two_threads, 2) == [[3.0, 3.0]] * 2
+    assert run_on_shared_ranks(call_groups_from_two_threads, 2) == [[3.0, 3.0]] * 2
 
 
-def new_timeout():
+def change_timeout():
     """Change the timeout by each of torch's functions."""
     group = begin(seconds=60)
     dist.all_reduce(torch.ones(3))
@@ -550,7 +550,7 @@ def new_timeout():
     return values
 
 
-def timeouts_of_single_calls():
+def pass_timeouts_to_single_calls():
     """Make single calls with a timeout, which ends long before that of the group."""
     begin(seconds=60)
     limit = timedelta(seconds=0.3)
@@ -589,8 +589,8 @@ def timeouts_of_single_calls():
 
 # Scenarios that wait, which run beside the other tests: see `conftest.py`.
 WAITING = {
-    "test_one_call_can_have_another_timeout": ((timeouts_of_single_calls, 2), {"backend": ""}),
-    "test_changed_timeout_applies_to_later_calls": ((new_timeout, 2), {"backend": ""}),
+    "test_one_call_can_have_another_timeout": ((pass_timeouts_to_single_calls, 2), {"backend": ""}),
+    "test_changed_timeout_applies_to_later_calls": ((change_timeout, 2), {"backend": ""}),
 }
 
 
@@ -602,7 +602,7 @@ def test_changed_timeout_applies_to_later_calls(outcomes):
     assert [outcome.value for outcome in outcomes] == [[60.0, 31.0, 32.0]] * 2, outcomes
 
 
-def profiled():
+def list_profiled_events():
     begin()
     with torch.profiler.profile() as profile:
         dist.all_reduce(torch.ones(10))
@@ -613,7 +613,7 @@ def profiled():
     return sorted(events)
 
 
-def profiled_too_shortly():
+def stop_profiler_early():
     """Stop the profiler while calls of many threads are in progress."""
     begin()
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
@@ -631,9 +631,9 @@ def profiled_too_shortly():
 
 
 def test_profiler_can_stop_before_an_asynchronous_call_ends():
-    assert run_on_shared_ranks(profiled_too_shortly, 2, backend="") == [None, None]
+    assert run_on_shared_ranks(stop_profiler_early, 2, backend="") == [None, None]
 
 
 def test_profiler_records_our_calls():
     want = ["collectives:all_reduce"] * 2 + ["collectives:barrier", "collectives:broadcast"]
-    assert run_on_shared_ranks(profiled, 2, backend="") == [want] * 2
+    assert run_on_shared_ranks(list_profiled_events, 2, backend="") == [want] * 2

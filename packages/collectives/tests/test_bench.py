@@ -20,7 +20,7 @@ IN_PLACE = {"in_place_time_us", "in_place_algbw_gbps", "in_place_busbw_gbps", "i
 SIZE = 2 << 20
 
 
-def small_benches():
+def run_small_benches():
     """Return the rows of all cases, and those of one case of another size."""
     interleaved._choose_num_rounds = lambda size, quick: 1
     measured = bench.bench(quick=True, sizes=(SIZE,))
@@ -28,7 +28,7 @@ def small_benches():
 
 
 def test_rows_have_nccl_tests_columns_and_no_wrong_elements(tmp_path):
-    (measured, of_one_case), nothing = run_ranks(small_benches, 2)
+    (measured, of_one_case), nothing = run_ranks(run_small_benches, 2)
     assert nothing == ([], [])
     # Only the requested case is measured.
     assert {(row["case"], row["size_bytes"]) for row in of_one_case} == {("all_gather", SIZE // 2)}
@@ -55,7 +55,7 @@ def test_rows_have_nccl_tests_columns_and_no_wrong_elements(tmp_path):
     assert (tmp_path / "bandwidth.png").stat().st_size > 10_000
 
 
-def choices_of_auto(size):
+def list_choices_of_auto(size):
     """Return the choice of "auto" for arrays whose size need not be a multiple of one element."""
     emulate_hosts("apart")
     world = dist.get_world_size()
@@ -69,7 +69,7 @@ def choices_of_auto(size):
 
 
 def test_choice_of_auto_is_found_for_every_size():
-    assert run_ranks(choices_of_auto, 2, 1027) == [["tree", "ring"]] * 2
+    assert run_ranks(list_choices_of_auto, 2, 1027) == [["tree", "ring"]] * 2
 
 
 def test_sizes_without_an_element_per_rank_are_refused():

@@ -22,7 +22,7 @@ def test_terms_match_the_textbook():
     assert count_terms("all_reduce", "hierarchical", 1000, (4, 4)).wire_bytes == 1000
 
 
-def samples(model, noise=0.0):
+def draw_samples(model, noise=0.0):
     generator = np.random.default_rng(0)
     noisy = []
     for hosts in ((2,), (1, 1), (2, 2)):
@@ -35,14 +35,14 @@ def samples(model, noise=0.0):
 
 
 def test_fit_recovers_prices():
-    fitted = CostModel.fit(samples(PRICES))
+    fitted = CostModel.fit(draw_samples(PRICES))
     assert fitted.get_prices() == pytest.approx(PRICES.get_prices(), rel=1e-6)
 
 
 def test_fit_to_noisy_samples_has_no_negative_price():
-    fitted = CostModel.fit(samples(PRICES, noise=0.1))
+    fitted = CostModel.fit(draw_samples(PRICES, noise=0.1))
     assert all(price >= 0 for price in fitted.get_prices().values())
-    for sample in samples(PRICES):
+    for sample in draw_samples(PRICES):
         predicted = fitted.predict(
             "all_reduce", sample.algorithm, sample.size_bytes, sample.ranks_per_host
         )

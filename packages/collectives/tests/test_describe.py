@@ -9,7 +9,7 @@ from collectives.shared_memory import engine, segment
 from worker_pool import run_ranks
 
 
-def together():
+def describe_one_host():
     group = collectives.describe()
     assert group.hosts == ((0, 1),)
     assert group.shared_memory
@@ -19,13 +19,13 @@ def together():
 
 
 def test_description_of_a_group_on_one_host():
-    text = run_ranks(together, 2)[0]
+    text = run_ranks(describe_one_host, 2)[0]
     assert "2 ranks on 1 hosts: [0, 1]" in text
     assert "shared memory between all ranks" in text
     assert ("engine: compiled" in text) == (not engine.explain_refusal())
 
 
-def apart():
+def describe_several_hosts():
     segment.identify_host = lambda: f"host {dist.get_rank()}"
     # Each algorithm is measured in one round and at two sizes only.
     tuning.SECONDS_PER_SIZE = 0.0
@@ -45,7 +45,7 @@ def apart():
 
 
 def test_description_of_a_group_on_two_hosts_gives_reasons_and_prices():
-    for rank, (before, after) in enumerate(run_ranks(apart, 2)):
+    for rank, (before, after) in enumerate(run_ranks(describe_several_hosts, 2)):
         assert f"no shared memory with rank {1 - rank}: it runs under another kernel" in before
         assert "all_reduce: not measured yet" in before
         assert "all_to_all: gloo if it can run the call, otherwise ring" in before

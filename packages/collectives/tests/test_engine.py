@@ -24,7 +24,7 @@ DTYPES = (*engine.DTYPES, torch.int8, torch.complex64)
 ALL_SIZES_OF = (torch.float32, torch.bfloat16)
 
 
-def sizes(dtype, all_sizes):
+def list_sizes(dtype, all_sizes):
     """Return numbers of elements: few, more than one shot, and more than two slots or one piece."""
     more_than_one_shot, more_than_a_piece = (
         limit // dtype.itemsize + 1 for limit in (ONE_SHOT_BYTES, PIECE_BYTES)
@@ -39,7 +39,7 @@ def without_engine():
     engine.get_name = lambda: ""
 
 
-def values(rank, numel, dtype):
+def draw_values(rank, numel, dtype):
     generator = torch.Generator().manual_seed(100 * numel + rank)
     if dtype.is_floating_point or dtype.is_complex:
         result = torch.randn(numel, generator=generator, dtype=torch.float64)
@@ -51,17 +51,19 @@ def values(rank, numel, dtype):
     return torch.randint(-100 * dtype.is_signed, 100, (numel,), generator=generator).to(dtype)
 
 
-def everything(python_ranks, dtypes_with_all_sizes):
+def run_everything(python_ranks, dtypes_with_all_sizes):
     """Return digests of the results of all collectives, by call."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if rank in python_ranks:
         without_engine()
     result = {}
     cases = [
-        (dtype, numel) for dtype in DTYPES for numel in sizes(dtype, dtype in dtypes_with_all_sizes)
+        (dtype, numel)
+        for dtype in DTYPES
+        for numel in list_sizes(dtype, dtype in dtypes_with_all_sizes)
     ]
     for dtype, numel in cases:
-        tensor = values(rank, numel, dtype)
+        tensor = draw_values(rank, numel, dtype)
         shared = collectives.shared_empty(numel, dtype=dtype)
         for op in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):
             real = dtype.is_floating_point
@@ -83,10 +85,12 @@ def everything(python_ranks, dtypes_with_all_sizes):
         collectives.all_to_all_single(turned, tensor.repeat(world))
         result[str(dtype), numel] = gathered, received, turned
         collectives.barrier()
-    return {what: [digest(tensor) for tensor in tensors] for what, tensors in result.items()}
+    return {
+        what: [compute_digest(tensor) for tensor in tensors] for what, tensors in result.items()
+    }
 
 
-def digest(tensor):
+def compute_digest(tensor):
     """Return a hash of the tensor's bits, in which all NaNs are equal."""
     if tensor.is_floating_point():
         tensor = tensor.masked_fill(tensor.isnan(), torch.nan)
@@ -105,8 +109,8 @@ def digest(tensor):
     ids=str,
 )
 def test_engine_and_python_give_identical_bits(world, python_ranks, dtypes_with_all_sizes):
-    python = run_ranks(everything, world, tuple(range(world)), dtypes_with_all_sizes)
-    compiled = run_ranks(everything, world, python_ranks, dtypes_with_all_sizes)
+    python = run_ranks(run_everything, world, tuple(range(world)), dtypes_with_all_sizes)
+    compiled = run_ranks(run_everything, world, python_ranks, dtypes_with_all_sizes)
     for rank in range(world):
         wrong = [what for what in python[rank] if compiled[rank][what] != python[rank][what]]
         assert not wrong, rank
@@ -128,7 +132,7 @@ def test_engine_is_not_used_if_one_rank_has_none():
         assert used == "Python (another rank of this host has no engine or another one)"
 
 
-def many_ticks(num_calls):
+def run_many_ticks(num_calls):
     """Make short calls without a pause, which show a rank that reads another tick's data."""
     rank, world = dist.get_rank(), dist.get_world_size()
     tensor = torch.empty(64)
@@ -149,10 +153,10 @@ def many_ticks(num_calls):
     [(2, 700), (4, 200), pytest.param(4, 20_000, marks=pytest.mark.exhaustive)],
 )
 def test_short_calls_never_read_data_of_another_tick(world, num_calls):
-    run_ranks(many_ticks, world, num_calls)
+    run_ranks(run_many_ticks, world, num_calls)
 
 
-def calls_of_round(i, rank, world, ranks):
+def start_calls_of_round(i, rank, world, ranks):
     """Start the calls of one round; yield each handle, its result and the expected value."""
     total = sum(range(world))
     for numel in (1, 5000, 200_000):
@@ -180,7 +184,7 @@ def calls_of_round(i, rank, world, ranks):
         yield work, tensor, torch.full((4,), total, dtype=torch.int8)
 
 
-def queued(compiled):
+def run_queued_calls(compiled):
     """Check asynchronous calls of all kinds; the engine runs some of them, and Python others."""
     if not compiled:
         without_engine()
@@ -188,7 +192,7 @@ def queued(compiled):
     ranks = torch.arange(world)
     wants, works = [], []
     for i in range(23):
-        for work, result, want in calls_of_round(i, rank, world, ranks):
+        for work, result, want in start_calls_of_round(i, rank, world, ranks):
             works.append(work)
             wants.append((result, want))
         if i % 11 == 0:
@@ -230,10 +234,10 @@ def queued(compiled):
     ],
 )
 def test_asynchronous_calls_of_all_kinds_keep_their_order(world, compiled):
-    run_ranks(queued, world, compiled)
+    run_ranks(run_queued_calls, world, compiled)
 
 
-def many_threads():
+def call_from_many_threads():
     """Make synchronous calls on one thread and asynchronous calls on another, with one group."""
     tensors = [torch.ones(3000) for _ in range(300)]
     works = []
@@ -257,10 +261,10 @@ def many_threads():
 
 
 def test_synchronous_and_asynchronous_threads_share_a_group():
-    run_ranks(many_threads, 1)
+    run_ranks(call_from_many_threads, 1)
 
 
-def slices_of_one_buffer():
+def runs_slices_of_one_buffer():
     """Return whether the engine runs asynchronous calls on parts of one buffer, and the results."""
     rank, world = dist.get_rank(), dist.get_world_size()
     jobs = []
@@ -288,7 +292,7 @@ def slices_of_one_buffer():
 
 def test_engine_runs_calls_on_separate_slices_of_one_buffer():
     for rank, (in_engine, reduced, gathered, is_shifted) in enumerate(
-        run_ranks(slices_of_one_buffer, 2)
+        run_ranks(runs_slices_of_one_buffer, 2)
     ):
         assert in_engine == [True, True]
         assert reduced == [100.0 + 2 * (4 * rank + i) for i in range(4)]
@@ -368,7 +372,7 @@ def test_fault_is_reported_in_time_while_the_caller_computes(how, compiled):
         assert outcome.value < (TIMEOUT_OF_HANGS + 2 if how == "hangs" else TIMEOUT)
 
 
-def interrupted():
+def abort_while_waiting():
     """Abort the group while the engine waits for another rank."""
     comm, store = get_communicator(), dist.distributed_c10d._get_default_store()
     collectives.barrier()
@@ -396,4 +400,4 @@ def interrupted():
 
 
 def test_abort_ends_waiting_calls_on_every_rank():
-    assert max(run_ranks(interrupted, 2)) < 5
+    assert max(run_ranks(abort_while_waiting, 2)) < 5

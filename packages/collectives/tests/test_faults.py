@@ -675,7 +675,7 @@ def test_inconsistent_split_of_a_rank_to_itself_is_raised_on_every_rank(where):
     assert run_on_shared_ranks(pass_inconsistent_split_to_itself, 2, where) == [[], [0.0] * 3]
 
 
-def scenario(function, world, *args, backend=""):
+def build_scenario(function, world, *args, backend=""):
     """Return the arguments of `try_ranks`."""
     return (function, world, *args), {"backend": backend, "timeout": 120}
 
@@ -688,25 +688,25 @@ HANGS = {
     "pairs-hierarchical": ("pairs", "hierarchical"),
 }
 WAITING = {
-    "test_connections_closed_by_a_timeout_are_not_blamed": scenario(report_late, 3),
-    "test_rank_that_waits_for_its_leader_is_not_blamed": scenario(let_a_leader_hang, 4),
-    "test_inconsistent_splits_between_hosts_are_raised_at_the_timeout": scenario(
+    "test_connections_closed_by_a_timeout_are_not_blamed": build_scenario(report_late, 3),
+    "test_rank_that_waits_for_its_leader_is_not_blamed": build_scenario(let_a_leader_hang, 4),
+    "test_inconsistent_splits_between_hosts_are_raised_at_the_timeout": build_scenario(
         pass_inconsistent_splits, 2, "apart", "ring", False, (1,), backend="gloo"
     ),
     **{
-        f"test_hanging_rank_is_named_by_all_other_ranks[{case}]": scenario(
+        f"test_hanging_rank_is_named_by_all_other_ranks[{case}]": build_scenario(
             fail_within, 4 if where == "pairs" else 3, where, algorithm, "hangs"
         )
         for case, (where, algorithm) in HANGS.items()
     },
     **{
-        f"test_dead_rank_is_named_by_all_other_ranks[{where}-{algorithm}]": scenario(
+        f"test_dead_rank_is_named_by_all_other_ranks[{where}-{algorithm}]": build_scenario(
             fail_within, 4 if where == "pairs" else 3, where, algorithm, "dies"
         )
         for where, algorithm in DEATHS
     },
     **{
-        f"test_mismatch_without_comparison_is_raised_at_the_timeout[{case}]": scenario(
+        f"test_mismatch_without_comparison_is_raised_at_the_timeout[{case}]": build_scenario(
             disagree_unchecked, 4 if where == "pairs" else 3, where, cases, backend="gloo"
         )
         for case, (where, cases) in {
@@ -715,36 +715,38 @@ WAITING = {
         }.items()
     },
     **{
-        f"test_all_steps_of_a_group_creation_share_one_timeout[{backend}]": scenario(
+        f"test_all_steps_of_a_group_creation_share_one_timeout[{backend}]": build_scenario(
             join_slowly, 2, backend
         )
         for backend in ("collectives", "gloo")
     },
-    "test_slow_store_is_not_mistaken_for_a_lost_one": scenario(
+    "test_slow_store_is_not_mistaken_for_a_lost_one": build_scenario(
         disagree_over_a_slow_store, 3, backend="gloo"
     ),
-    "test_call_needs_no_new_connection_to_the_store": scenario(
+    "test_call_needs_no_new_connection_to_the_store": build_scenario(
         connect_gloo_without_a_new_store_connection, 2, backend="gloo"
     ),
     **{
-        f"test_late_gloo_connection_does_not_abort_the_process[{part}]": scenario(
+        f"test_late_gloo_connection_does_not_abort_the_process[{part}]": build_scenario(
             connect_late, 3, part * LATE_TIMEOUT
         )
         for part in (0.975, 2)
     },
     **{
-        f"test_rank_that_stops_while_gloo_connects_is_named[{how}]": scenario(
+        f"test_rank_that_stops_while_gloo_connects_is_named[{how}]": build_scenario(
             stop_while_gloo_connects, 3, how
         )
         for how in ("hangs", "dies")
     },
     **{
-        f"test_rank_that_never_joins_is_named[{how}]": scenario(never_join, 3, how)
+        f"test_rank_that_never_joins_is_named[{how}]": build_scenario(never_join, 3, how)
         for how in ("hangs", "dies")
     },
-    "test_late_rank_is_not_a_fault_before_the_timeout": scenario(let_a_rank_be_late, 3, "only"),
+    "test_late_rank_is_not_a_fault_before_the_timeout": build_scenario(
+        let_a_rank_be_late, 3, "only"
+    ),
     **{
-        f"test_late_rank_is_not_blamed_for_a_lost_one[{what}]": scenario(
+        f"test_late_rank_is_not_blamed_for_a_lost_one[{what}]": build_scenario(
             let_a_rank_be_late, 3, what
         )
         for what in ("dies", "hangs")

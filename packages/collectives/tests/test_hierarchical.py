@@ -12,13 +12,13 @@ from sent_bytes import counted
 from worker_pool import run_ranks
 
 
-def two_hosts():
+def get_host_name():
     return f"host {dist.get_rank() // 2}"
 
 
-def on_two_hosts():
+def emulate_two_hosts():
     """Emulate two hosts, with ranks 0 and 1 on the first one, and count the bytes sent."""
-    segment.identify_host = two_hosts
+    segment.identify_host = get_host_name
     # Each algorithm is measured in one round and at two sizes only.
     tuning.SECONDS_PER_SIZE = 0.0
     tuning.CALLS_PER_ROUND = {1 << 10: 2, 1 << 20: 1}
@@ -55,7 +55,7 @@ def on_two_hosts():
 
 @pytest.mark.parametrize("world", [3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_link_between_hosts_carries_a_tensor_once(world):
-    sent, models = zip(*run_ranks(on_two_hosts, world), strict=True)
+    sent, models = zip(*run_ranks(emulate_two_hosts, world), strict=True)
     # 2(H-1)/H for the leaders of the two hosts, nothing for the other ranks.
     assert sent == (1.0, 0.0, 1.0, 0.0)[:world]
     # All ranks share one measurement.

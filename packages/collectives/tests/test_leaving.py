@@ -252,7 +252,7 @@ def test_leaving_after_the_last_call_is_not_a_fault(backend, where, rounds):
     run_on_shared_ranks(leave_in_order, 3, backend, where, rounds, backend="")
 
 
-def in_opposite_orders(backend, where, compiled, calls):
+def queue_in_opposite_orders(backend, where, compiled, calls):
     """Queue many calls on one group before one on another, which the other rank makes first."""
     if not compiled:
         engine._load_engine.cache_clear()
@@ -290,7 +290,7 @@ def in_opposite_orders(backend, where, compiled, calls):
     ],
 )
 def test_any_number_of_calls_is_queued_without_blocking_the_caller(backend, where, compiled, calls):
-    results = run_ranks(in_opposite_orders, 2, backend, where, compiled, calls, backend="")
+    results = run_ranks(queue_in_opposite_orders, 2, backend, where, compiled, calls, backend="")
     assert results == [(2.0, True)] * 2
 
 
@@ -329,7 +329,7 @@ def test_collectives_return_none_with_a_warning_outside_the_group():
     run_on_shared_ranks(call_from_outside, 2)
 
 
-def many_splits():
+def split_many_times():
     rank, _ = begin("collectives")
     results = []
     for _ in range(3):
@@ -357,7 +357,7 @@ def many_splits():
 )
 @pytest.mark.filterwarnings("ignore")
 def test_groups_can_be_split_repeatedly():
-    assert run_on_shared_ranks(many_splits, 4, backend="") == [
+    assert run_on_shared_ranks(split_many_times, 4, backend="") == [
         (4.0, 0, "collectives"),
         (6.0, 1, "collectives"),
         (4.0, 1, "collectives"),
@@ -365,7 +365,7 @@ def test_groups_can_be_split_repeatedly():
     ]
 
 
-def many_subsets():
+def create_many_subsets():
     rank, _ = begin("collectives")
     for ranks in ([0, 1], [1, 3], [2], [3, 2, 0]):
         group = dist.new_group(ranks)
@@ -381,7 +381,7 @@ def many_subsets():
 
 @pytest.mark.filterwarnings("ignore")
 def test_groups_of_subsets_can_be_created_repeatedly():
-    run_on_shared_ranks(many_subsets, 4, backend="")
+    run_on_shared_ranks(create_many_subsets, 4, backend="")
 
 
 def fork():
@@ -407,7 +407,7 @@ def test_forked_process_cannot_use_the_group_of_its_parent():
     assert run_ranks(fork, 2) == [[2.0] * 3] * 2
 
 
-def options_of_gloo():
+def pass_options_of_gloo():
     import collectives.backend  # noqa: F401
 
     with pytest.raises(TypeError, match="pass timeout="):
@@ -421,10 +421,10 @@ def options_of_gloo():
 
 
 def test_gloo_options_are_refused():
-    run_ranks(options_of_gloo, 1, backend="")
+    run_ranks(pass_options_of_gloo, 1, backend="")
 
 
-def one_attempt(port, how):
+def run_attempt(port, how):
     """Run one attempt of an elastic job on the launcher's store; its ranks may end early."""
     import collectives.backend
 
@@ -448,15 +448,15 @@ def test_restart_on_the_same_store_succeeds():
     # An elastic launcher keeps its store. If nodes join or leave, the number of ranks changes and
     # the restart count does not.
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    outcomes = try_ranks(one_attempt, 2, server.port, "rank 1 is killed", backend="")
+    outcomes = try_ranks(run_attempt, 2, server.port, "rank 1 is killed", backend="")
     assert isinstance(outcomes[0].error, collectives.RankLost), outcomes
     for world in (3, 2):
         outcomes = try_ranks(
-            one_attempt, world, server.port, "all ranks end in the set-up", backend=""
+            run_attempt, world, server.port, "all ranks end in the set-up", backend=""
         )
         assert all(outcome.exit_code == 1 for outcome in outcomes), outcomes
     for world in (3, 2):
-        averages = run_ranks(one_attempt, world, server.port, "", backend="")
+        averages = run_ranks(run_attempt, world, server.port, "", backend="")
         assert averages == [[(world - 1) / 2] * 5] * world
 
 

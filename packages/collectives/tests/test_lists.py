@@ -40,21 +40,21 @@ class NoViews(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def contribution(rank, shape, dtype, salt=0):
+def draw_contribution(rank, shape, dtype, salt=0):
     generator = torch.Generator().manual_seed(1000 * salt + rank)
     values = torch.randint(0, 5, shape, generator=generator)
     # Tensors of two dimensions are not contiguous.
     return values.to(dtype) if len(shape) < 2 else values.t().contiguous().t().to(dtype)
 
 
-def everything(where, cases, by=collectives):
+def run_everything(where, cases, by=collectives):
     """Compare every collective with its definition, by our or by torch's names."""
     if where == "apart":
         emulate_hosts("apart")
     rank, world = dist.get_rank(), dist.get_world_size()
     for shape, dtype in cases:
-        local, root = contribution(rank, shape, dtype), (len(shape) + 1) % world
-        everyone = [contribution(r, shape, dtype) for r in range(world)]
+        local, root = draw_contribution(rank, shape, dtype), (len(shape) + 1) % world
+        everyone = [draw_contribution(r, shape, dtype) for r in range(world)]
         room = [torch.empty_like(local) for _ in range(world)]
         by.all_gather(room, local)
         assert all(map(torch.equal, room, everyone))
@@ -63,15 +63,15 @@ def everything(where, cases, by=collectives):
         by.gather(local, room, dst=root)
         assert rank != root or all(map(torch.equal, room, everyone))
 
-        parts = [contribution(r, shape, dtype, salt=root + 1) for r in range(world)]
+        parts = [draw_contribution(r, shape, dtype, salt=root + 1) for r in range(world)]
         out = torch.empty_like(local)
         by.scatter(out, parts if rank == root else None, src=root)
         assert torch.equal(out, parts[rank])
 
-        sends = [contribution(10 * rank + to, shape, dtype) for to in range(world)]
+        sends = [draw_contribution(10 * rank + to, shape, dtype) for to in range(world)]
         room = [torch.empty_like(local) for _ in range(world)]
         by.all_to_all(room, sends)
-        want = [contribution(10 * source + rank, shape, dtype) for source in range(world)]
+        want = [draw_contribution(10 * source + rank, shape, dtype) for source in range(world)]
         assert all(map(torch.equal, room, want))
 
         total = everyone[0].clone()
@@ -81,9 +81,9 @@ def everything(where, cases, by=collectives):
         by.reduce(mine, dst=root)
         assert torch.equal(mine, total if rank == root else local)
 
-        sends = [contribution(10 * rank + to, shape, dtype) for to in range(world)]
+        sends = [draw_contribution(10 * rank + to, shape, dtype) for to in range(world)]
         by.reduce_scatter(out, sends)
-        want = [contribution(10 * source + rank, shape, dtype) for source in range(world)]
+        want = [draw_contribution(10 * source + rank, shape, dtype) for source in range(world)]
         assert torch.equal(out, sum(want[1:], want[0]))
     # Unlike gloo's, our all_to_all accepts tensors of different lengths.
     room = [torch.empty(source + 1) for source in range(world)]
@@ -105,17 +105,17 @@ def everything(where, cases, by=collectives):
     ids=lambda value: f"{len(value)}-cases" if isinstance(value, list) else None,
 )
 def test_collectives_with_lists_and_roots_match_their_definition(where, world, cases):
-    run_on_shared_ranks(everything, world, where, cases)
+    run_on_shared_ranks(run_everything, world, where, cases)
 
 
-def by_torchs_names(where):
+def call_by_names_of_torch(where):
     import collectives.backend  # noqa: F401
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(os.environ["STORE_FILE"], world)
     limit = timedelta(seconds=30)
     dist.init_process_group("collectives", store=store, rank=rank, world_size=world, timeout=limit)
-    everything(where, SHAPES_OF_FLOATS, dist)
+    run_everything(where, SHAPES_OF_FLOATS, dist)
     objects = [None] * world
     dist.all_gather_object(objects, {"rank": rank, "padding": "x" * 1000 * rank})
     assert [entry["rank"] for entry in objects] == list(range(world))
@@ -160,17 +160,17 @@ def by_torchs_names(where):
 
 @pytest.mark.parametrize("where", ["together", pytest.param("apart", marks=pytest.mark.exhaustive)])
 def test_list_collectives_run_on_the_registered_backend(where):
-    run_on_shared_ranks(by_torchs_names, 3, where, backend="")
+    run_on_shared_ranks(call_by_names_of_torch, 3, where, backend="")
 
 
-def uneven(where):
+def exchange_uneven_tensors(where):
     """Gather and scatter tensors whose sizes differ between ranks."""
     if where == "apart":
         emulate_hosts("apart")
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = [(3, 2), (0,), (7,)][:world]
     for dtype in (torch.float32, torch.bfloat16):
-        everyone = [contribution(r, size, dtype) for r, size in enumerate(sizes)]
+        everyone = [draw_contribution(r, size, dtype) for r, size in enumerate(sizes)]
         room = [torch.full(size, 99).to(dtype) for size in sizes]
         collectives.all_gather(room, everyone[rank])
         assert all(map(torch.equal, room, everyone))
@@ -186,10 +186,10 @@ def uneven(where):
 
 @pytest.mark.parametrize("where", ["together", "apart"])
 def test_lists_of_different_sizes_match_their_definition(where):
-    assert run_on_shared_ranks(uneven, 3, where) == [None] * 3
+    assert run_on_shared_ranks(exchange_uneven_tensors, 3, where) == [None] * 3
 
 
-def overlapping(where, numel):
+def pass_overlapping_tensors(where, numel):
     """Pass inputs that overlap the outputs, in place and shifted by one element.
 
     They are views of one tensor, or separate tensors on one NumPy array.
@@ -241,10 +241,10 @@ def overlapping(where, numel):
 @pytest.mark.parametrize("where", ["together", "apart"])
 def test_inputs_that_overlap_outputs_are_read_before_they_are_overwritten(where):
     # With three ranks, a sum on its way through a ring is stored once before it is complete.
-    assert run_on_shared_ranks(overlapping, 3, where, 70_001) == [None] * 3
+    assert run_on_shared_ranks(pass_overlapping_tensors, 3, where, 70_001) == [None] * 3
 
 
-def differing(where):
+def deviate_on_rank_1(where):
     """Deviate on rank 1 and check that every rank names it before data move."""
     if where == "apart":
         emulate_hosts("apart")
@@ -272,14 +272,14 @@ def differing(where):
 
 @pytest.mark.parametrize("where", ["together", "apart"])
 def test_difference_between_lists_is_raised_on_every_rank(where):
-    results = run_on_shared_ranks(differing, 3, where)
+    results = run_on_shared_ranks(deviate_on_rank_1, 3, where)
     messages = results[0]
     assert results == [messages] * 3
     assert "to rank 2" in messages[1]
     assert "scatter(shape (5,), torch.float32, from rank 0)" in messages[3]
 
 
-def lazy(where):
+def pass_lazy_tensors(where):
     """Pass lazy conjugates and negatives, on one rank or on all."""
     if where == "apart":
         emulate_hosts("apart")
@@ -310,10 +310,10 @@ def lazy(where):
 
 @pytest.mark.parametrize("where", ["together", "apart"])
 def test_lazy_conjugates_and_negatives_are_resolved(where):
-    assert run_on_shared_ranks(lazy, 2, where) == [None, None]
+    assert run_on_shared_ranks(pass_lazy_tensors, 2, where) == [None, None]
 
 
-def versions():
+def list_versions():
     """Return the version counters after each call, by kind."""
     rank, world = dist.get_rank(), dist.get_world_size()
     outputs = {}
@@ -352,13 +352,13 @@ def versions():
 
 
 def test_autograd_notices_every_tensor_that_is_overwritten():
-    for rank, are_changed_by_name in enumerate(run_on_shared_ranks(versions, 2)):
+    for rank, are_changed_by_name in enumerate(run_on_shared_ranks(list_versions, 2)):
         unchanged = {"reduce": rank != 1, "broadcast": rank == 1, "gather": rank != 0}
         for name, are_changed in are_changed_by_name.items():
             assert are_changed <= {not unchanged.get(name, False)}, (rank, name)
 
 
-def from_unwritable_tensors(where):
+def read_unwritable_tensors(where):
     """Broadcast from tensors that cannot be written to, and reduce one of another rank."""
     if where == "apart":
         emulate_hosts("apart")
@@ -381,12 +381,12 @@ def from_unwritable_tensors(where):
 
 @pytest.mark.parametrize("where", ["together", "apart"])
 def test_tensors_that_are_only_read_may_be_expanded_or_read_only(where):
-    assert run_on_shared_ranks(from_unwritable_tensors, 2, where) == [
+    assert run_on_shared_ranks(read_unwritable_tensors, 2, where) == [
         ([0.0] * 5, [total] * 5) for total in (2.0, 1.0)
     ]
 
 
-def in_inference_mode(where):
+def run_in_inference_mode(where):
     """Write to tensors that were created in inference mode, inside and outside of that mode."""
     if where == "apart":
         emulate_hosts("apart")
@@ -425,7 +425,7 @@ def in_inference_mode(where):
 
 @pytest.mark.parametrize("where", ["together", "apart"])
 def test_tensors_of_inference_mode_can_be_written_to_outside_of_it(where):
-    assert run_on_shared_ranks(in_inference_mode, 2, where) == [[2] * 4] * 2
+    assert run_on_shared_ranks(run_in_inference_mode, 2, where) == [[2] * 4] * 2
 
 
 def reduce_or_refuse(dtype, op):
@@ -437,7 +437,7 @@ def reduce_or_refuse(dtype, op):
     return False
 
 
-def refused():
+def pass_refused_tensors():
     warnings.simplefilter("ignore")
     ones = torch.ones(4)
     world = dist.get_world_size()
@@ -516,10 +516,10 @@ def refused():
 
 
 def test_unsupported_tensors_are_refused_before_data_move():
-    assert run_on_shared_ranks(refused, 2) == [[2.0] * 4] * 2
+    assert run_on_shared_ranks(pass_refused_tensors, 2) == [[2.0] * 4] * 2
 
 
-def overlapping_in_order():
+def gather_overlapping_in_order():
     """Gather a tensor that overlaps the output while an earlier call still writes to it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     results = []
@@ -537,7 +537,7 @@ def overlapping_in_order():
 
 
 def test_overlapping_input_is_read_after_earlier_calls():
-    assert run_on_shared_ranks(overlapping_in_order, 2) == [[[3.0], [3.0]]] * 2
+    assert run_on_shared_ranks(gather_overlapping_in_order, 2) == [[[3.0], [3.0]]] * 2
 
 
 def test_overlap_is_that_of_bytes_not_of_storages():
@@ -554,7 +554,7 @@ def test_overlap_is_that_of_bytes_not_of_storages():
     assert not may_overlap(flat[4:4], [flat])
 
 
-def with_default_device():
+def run_with_default_device():
     """Run every collective while new tensors have no memory and another dtype by default."""
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float64)
@@ -574,7 +574,7 @@ def with_default_device():
 
 
 def test_default_device_and_dtype_do_not_matter():
-    assert run_ranks(with_default_device, 2) == [[4.0] * 4 + [2.0] * 3] * 2
+    assert run_ranks(run_with_default_device, 2) == [[4.0] * 4 + [2.0] * 3] * 2
 
 
 FUNCTIONS_OF_TORCH = {name for name in collectives.__all__ if hasattr(dist, name)} - {"ReduceOp"}

@@ -45,7 +45,7 @@ INHERITED = frozenset(
 )
 
 
-def method_table(backend):
+def format_method_table(backend):
     """Return a Markdown table of torch's ProcessGroup methods by the code that implements them."""
     ours = vars(backend.CollectivesProcessGroup).keys() - {*backend.GLOO, *backend.REFUSED}
     groups = {
@@ -89,7 +89,7 @@ def test_every_method_of_torch_is_decided(backend):
 def test_readme_contains_the_table_of_methods(backend):
     text = README.read_text()
     table = text.split("<!-- methods -->\n")[1].split("<!-- /methods -->")[0].strip()
-    assert table == method_table(backend), "copy the result of method_table to the README"
+    assert table == format_method_table(backend), "copy the result of method_table to the README"
 
 
 def call_refused_methods():

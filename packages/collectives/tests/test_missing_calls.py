@@ -26,7 +26,7 @@ PORTABLE = {
 }  # fmt: skip
 
 
-def calls():
+def list_calls():
     """Return the calls of these modules that the package makes and that may be missing."""
     names_found = set()
     for path in SOURCES.rglob("*.py"):
@@ -44,7 +44,7 @@ def calls():
 
 
 @contextmanager
-def removed(names, how):
+def remove_calls(names, how):
     """Make calls fail as on a system that lacks them."""
 
     def refuse(*args, **kwargs):
@@ -85,8 +85,8 @@ def use_every_feature():
 
 
 def without_one_call_at_a_time(how):
-    for call in calls():
-        with removed([call], how):
+    for call in list_calls():
+        with remove_calls([call], how):
             group = use_every_feature()
         dist.destroy_process_group(group)
 
@@ -95,7 +95,7 @@ def lose_a_rank(how):
     """Lose rank 1 without these calls and a compiler; return whether it is noticed in time."""
     engine._load_engine.cache_clear()
     engine.shutil.which = lambda name: None
-    with removed(calls(), how):
+    with remove_calls(list_calls(), how):
         group = use_every_feature()
         if dist.get_rank() == 1:
             os._exit(0)
@@ -117,7 +117,7 @@ def test_all_system_calls_and_the_compiler_can_be_missing(how):
 
 
 def test_scan_finds_system_calls():
-    assert {"os.memfd_create", "os.sched_yield"} <= {*calls()}
+    assert {"os.memfd_create", "os.sched_yield"} <= {*list_calls()}
 
 
 def without_dev_shm():
@@ -127,7 +127,7 @@ def without_dev_shm():
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "/dev/shm")
 
     segment.tempfile.TemporaryFile = refuse
-    with removed(["os.memfd_create"], "missing"):
+    with remove_calls(["os.memfd_create"], "missing"):
         group = dist.new_group([0, 1])
         total = torch.full((1000,), dist.get_rank() + 1.0)
         collectives.all_reduce(total, group=group, algorithm="ring")

@@ -10,7 +10,7 @@ GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")]
 
 
-def on_nccl():
+def run_on_nccl():
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank)
     tensor = torch.full((100_003,), rank + 1.0, device="cuda")
@@ -25,4 +25,4 @@ def on_nccl():
 
 
 def test_cuda_tensors_are_reduced():
-    run_ranks(on_nccl, GPUS, backend="nccl")
+    run_ranks(run_on_nccl, GPUS, backend="nccl")

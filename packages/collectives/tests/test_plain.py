@@ -11,7 +11,7 @@ from worker_pool import run_ranks
 SIZES = (0, 1, 3, 1000, 70_001)
 
 
-def all_of_them():
+def run_all():
     rank, world = dist.get_rank(), dist.get_world_size()
     segment.identify_host = lambda: f"host {rank}"
     pairs = {"ring": plain.ring_all_reduce, "tree": plain.tree_all_reduce}
@@ -40,4 +40,4 @@ def all_of_them():
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive), 3, 4])
 def test_minimal_implementation_sums_and_the_package_equals_it(world):
-    run_ranks(all_of_them, world)
+    run_ranks(run_all, world)

@@ -169,7 +169,7 @@ def emulate_hosts(where, rank):
     segment.identify_host = (lambda: f"host {rank // a_host}") if a_host else REAL_HOST
 
 
-def any_model(kind, call, hosts, wire, agree, *, native):
+def draw_model(kind, call, hosts, wire, agree, *, native):
     """Return a random model in place of a measured one, so that every algorithm is used."""
     names = (*list_candidates(kind, hosts, shared=False), *[NATIVE] * native)
     samples = [
@@ -196,7 +196,7 @@ def prepare(port, restart_count, first):
     # The first fit imports scipy, which takes longer than a short timeout on a busy machine.
     import scipy.optimize  # noqa: F401
 
-    dispatch.tune = any_model
+    dispatch.tune = draw_model
     # The variables that torchrun sets.
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
@@ -223,7 +223,7 @@ def end_process(pid, seconds):
         os.kill(pid, signal.SIGKILL)
 
 
-def restarted_sequence(seed, number, timeout, port, restart_count):
+def run_restarted_sequence(seed, number, timeout, port, restart_count):
     """Run a sequence whose ranks have been restarted; no call may fail."""
     control = prepare(port, restart_count, number)
     choose, fault, odd = draw(seed, number, int(os.environ["WORLD_SIZE"]))
@@ -233,7 +233,7 @@ def restarted_sequence(seed, number, timeout, port, restart_count):
     return sequence.run()
 
 
-def sequences(seed, first, most, timeout, port, restart_count):
+def run_sequences(seed, first, most, timeout, port, restart_count):
     """Run sequences until one of them ends a process; return this rank's results."""
     control = prepare(port, restart_count, first)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -435,7 +435,7 @@ def check(seed, count, timeout):
         subject = f"{seed} from {done}"
         how = timeout, store.port, restarts
         outcomes = try_ranks(
-            sequences, world, seed, done, count - done, *how, backend="", timeout=900
+            run_sequences, world, seed, done, count - done, *how, backend="", timeout=900
         )
         check_outcomes(subject, outcomes)
         results = [outcome.value for outcome in outcomes if outcome.exit_code is None]
@@ -451,7 +451,7 @@ def check(seed, count, timeout):
         if fault == RESTARTED:
             restarts += 1
             how = seed, done - 1, timeout, store.port, restarts
-            outcomes = try_ranks(restarted_sequence, world, *how, backend="", timeout=900)
+            outcomes = try_ranks(run_restarted_sequence, world, *how, backend="", timeout=900)
             check_outcomes(f"{subject}, restarted", outcomes)
             assert not any(outcome.failed for outcome in outcomes), (subject, outcomes)
     return counts_by_fault, slowest

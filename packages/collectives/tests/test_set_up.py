@@ -40,7 +40,7 @@ def join(store, ranks, world, seconds):
         return list(pool.map(join_rank, ranks))
 
 
-def stores_and_earlier_ranks():
+def list_stores_and_earlier_ranks():
     """Return the cases of each store; the usual tests join every set of ranks on one store."""
     earlier_ranks = (0,), (1,), (0, 1), (1, 2), (0, 1, 2)
     return [
@@ -51,7 +51,7 @@ def stores_and_earlier_ranks():
     ]
 
 
-@pytest.mark.parametrize(("kind", "earlier"), stores_and_earlier_ranks(), ids=str)
+@pytest.mark.parametrize(("kind", "earlier"), list_stores_and_earlier_ranks(), ids=str)
 def test_ranks_share_a_prefix_whatever_earlier_groups_have_stored(kind, earlier, tmp_path):
     store = STORES[kind](tmp_path / "store")
     outcomes = join(store, earlier, WORLD, 0.1)

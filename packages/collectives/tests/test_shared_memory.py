@@ -26,7 +26,7 @@ from collectives.shared_memory.arena import ARENA_BYTES, CHUNK_BYTES, ONE_SHOT_B
 from worker_pool import run_on_shared_ranks, run_ranks, try_ranks
 
 
-def in_place():
+def reduce_in_place():
     rank, world = dist.get_rank(), dist.get_world_size()
     for numel in (1, 1000, ONE_SHOT_BYTES // 4 + 1, 300_001):
         for dtype in (torch.float32, torch.bfloat16, torch.int32):
@@ -46,10 +46,10 @@ def in_place():
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_shared_tensors_and_their_views_are_reduced(world):
-    assert run_on_shared_ranks(in_place, world) == [None] * world
+    assert run_on_shared_ranks(reduce_in_place, world) == [None] * world
 
 
-def mixture():
+def reduce_mixture():
     """Reduce a tensor that is shared on one rank only, and different parts of an allocation."""
     rank, world = dist.get_rank(), dist.get_world_size()
     numel = 200_000
@@ -67,10 +67,10 @@ def mixture():
 
 
 def test_ranks_can_differ_in_sharing_a_tensor():
-    assert run_on_shared_ranks(mixture, 3) == [None] * 3
+    assert run_on_shared_ranks(reduce_mixture, 3) == [None] * 3
 
 
-def released():
+def release_tensors():
     comm = get_communicator()
     tensor = collectives.shared_empty(100)
     view = tensor[10:20]
@@ -83,10 +83,10 @@ def released():
 
 
 def test_shared_memory_is_freed_with_its_last_view():
-    assert run_on_shared_ranks(released, 2) == [0, 0]
+    assert run_on_shared_ranks(release_tensors, 2) == [0, 0]
 
 
-def overlap():
+def compute_during_reduction():
     """Compute while a long reduction runs, which finishes without the caller."""
     tensor = collectives.shared_empty(8 << 20)
     work = collectives.all_reduce(tensor, async_op=True)
@@ -98,10 +98,10 @@ def overlap():
 
 
 def test_asynchronous_operations_progress_while_the_caller_computes():
-    assert run_on_shared_ranks(overlap, 2) == [None, None]
+    assert run_on_shared_ranks(compute_during_reduction, 2) == [None, None]
 
 
-def peak_bytes(call):
+def measure_peak_bytes(call):
     """Return the peak bytes that torch's allocator had allocated while `call` ran."""
     with torch.profiler.profile(profile_memory=True) as profile:
         call()
@@ -110,7 +110,7 @@ def peak_bytes(call):
     return max(itertools.accumulate((change for _, change in changes), initial=0))
 
 
-def extra_memory():
+def measure_extra_memory():
     """Return the extra bytes of each algorithm on tensors of 4 and of 16 MiB."""
     extra_bytes = {}
     for mib in (4, 16):
@@ -124,22 +124,22 @@ def extra_memory():
             calls["in place"] = partial(collectives.all_reduce, shared)
             for name, call in calls.items():
                 call()
-                extra_bytes[name, str(dtype), mib] = peak_bytes(call)
+                extra_bytes[name, str(dtype), mib] = measure_peak_bytes(call)
     return extra_bytes
 
 
 def test_extra_memory_is_at_most_2_mib_for_any_size():
-    assert peak_bytes(lambda: torch.empty(3 << 20, dtype=torch.uint8)) == 3 << 20
+    assert measure_peak_bytes(lambda: torch.empty(3 << 20, dtype=torch.uint8)) == 3 << 20
     # The arena is created once per group, and is at most a page larger than its chunk.
     assert ARENA_BYTES - CHUNK_BYTES <= 4096
-    for extra_bytes in run_on_shared_ranks(extra_memory, 2):
+    for extra_bytes in run_on_shared_ranks(measure_extra_memory, 2):
         for (name, dtype, mib), extra in extra_bytes.items():
             # In addition to the arena; a tensor four times as large needs the same.
             assert extra <= 2 << 20, extra_bytes
             assert extra == extra_bytes[name, dtype, 4], (mib, extra_bytes)
 
 
-def without_room():
+def refuse_room():
     """Limit the file size of a rank, so that the system refuses to create a segment."""
     if dist.get_rank() == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -155,10 +155,10 @@ def without_room():
 
 
 def test_host_without_room_for_memory_uses_messages():
-    assert run_ranks(without_room, 2) == [([[0], [1]], 2000.0, 2000.0)] * 2
+    assert run_ranks(refuse_room, 2) == [([[0], [1]], 2000.0, 2000.0)] * 2
 
 
-def tiny_dev_shm():
+def use_tiny_dev_shm():
     clone_new_mounts = 0x20000
     if ctypes.CDLL(None).unshare(clone_new_mounts) != 0:
         return "may not unshare"
@@ -172,7 +172,7 @@ def tiny_dev_shm():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small /dev/shm needs root")
 def test_size_of_dev_shm_does_not_matter():
-    assert run_ranks(tiny_dev_shm, 2) == [([[0, 1]], 2.0 * (1 << 20))] * 2
+    assert run_ranks(use_tiny_dev_shm, 2) == [([[0, 1]], 2.0 * (1 << 20))] * 2
 
 
 def crash(folder, has_memfd):

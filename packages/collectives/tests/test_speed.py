@@ -27,7 +27,7 @@ from worker_pool import run_ranks
 pytestmark = pytest.mark.timing
 
 
-def ratios(sizes, percentile=50, rounds=15):
+def measure_ratios(sizes, percentile=50, rounds=15):
     """Return gloo's time over ours by size, for any tensor and for shared ones.
 
     The ratios of all rounds are reduced to a percentile, by default the median.
@@ -58,12 +58,12 @@ GUARANTEED = {64 * KIB: (6, 10), MIB: (4, 6), 100 * MIB: (2.8, 6)}
 
 @pytest.mark.parametrize("size", GUARANTEED)
 def test_two_ranks_are_faster_than_gloo_by_the_guaranteed_factor(size):
-    measured = run_ranks(ratios, 2, (size,))[0][size]
+    measured = run_ranks(measure_ratios, 2, (size,))[0][size]
     for kind, expected, ratio in zip(("any", "shared"), GUARANTEED[size], measured, strict=True):
         assert_at_least(f"collectives: gloo over {kind}, {size} bytes, 2 ranks", expected, ratio)
 
 
-def times_of_copies_and_reductions(size):
+def measure_copies_and_reductions(size):
     """Return the median of the times of an all-reduce over those of a copy of the same bytes.
 
     A rank of two that reduces in shared memory reads and writes as many bytes as a copy does.
@@ -80,12 +80,12 @@ def times_of_copies_and_reductions(size):
 
 @pytest.mark.parametrize(("size", "most"), [(10 * MIB, 1.5), (100 * MIB, 1.3)])
 def test_long_shared_tensors_are_reduced_at_the_speed_of_memory(size, most):
-    ratio = max(run_ranks(times_of_copies_and_reductions, 2, size))
+    ratio = max(run_ranks(measure_copies_and_reductions, 2, size))
     assert_at_most(f"collectives: all-reduce over copy, shared_empty, {size} bytes", most, ratio)
 
 
 def test_four_ranks_are_faster_than_gloo_at_every_size():
-    measured = run_ranks(ratios, 4, (KIB, 64 * KIB, MIB, 10 * MIB, 100 * MIB))[0]
+    measured = run_ranks(measure_ratios, 4, (KIB, 64 * KIB, MIB, 10 * MIB, 100 * MIB))[0]
     for size, pair in measured.items():
         assert_at_least(f"collectives: gloo over ours, {size} bytes, 4 ranks", 1.5, min(pair))
 
@@ -95,7 +95,7 @@ def test_busy_core_makes_ours_slower_than_gloo_in_less_than_a_tenth_of_the_round
     """Measure two ranks while another program computes on one of the two cores."""
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        measured = run_ranks(ratios, 2, (size,), 10, 41)[0][size]
+        measured = run_ranks(measure_ratios, 2, (size,), 10, 41)[0][size]
     finally:
         busy.kill()
         busy.wait()
@@ -155,7 +155,7 @@ def test_auto_between_hosts_is_at_least_as_fast_as_gloo(count, sizes, tmp_path):
         assert_at_most(figure, 1.85 if size <= 64 * KIB else 1.05, ratios[slowest])
 
 
-def cost_of_a_call():
+def measure_cost_of_call():
     """Return the processor time of a call in a group of one rank, which moves no bytes."""
     tensor, seconds = torch.zeros(KIB // 4), []
     for _ in range(21):
@@ -167,11 +167,11 @@ def cost_of_a_call():
 
 
 def test_short_call_costs_at_most_50_us_of_processor_time():
-    microseconds = 1e6 * run_ranks(cost_of_a_call, 1)[0]
+    microseconds = 1e6 * run_ranks(measure_cost_of_call, 1)[0]
     assert_at_most("collectives: processor time of a short call", 50, microseconds, "us")
 
 
-def cost_of_gloos():
+def measure_cost_of_gloo_call():
     """Return the extra processor time of a call that runs on gloo, compared with torch's.
 
     The least of many times is compared: a call waits for a thread of gloo, and waking up takes
@@ -191,7 +191,7 @@ def cost_of_gloos():
 
 
 def test_call_on_gloo_costs_a_few_microseconds_more_than_torchs():
-    microseconds = 1e6 * run_ranks(cost_of_gloos, 1)[0]
+    microseconds = 1e6 * run_ranks(measure_cost_of_gloo_call, 1)[0]
     # 13 us on an Intel Xeon, 11 to 28 us on an AMD EPYC, and 48 us on an older one without AVX-512.
     assert_at_most("collectives: a call on gloo beyond torch's", 48, microseconds, "us")
 
@@ -215,7 +215,7 @@ def test_mpi_library_is_at_most_as_fast(tmp_path):
 MEGABYTES = 25
 
 
-def busy_and_idle():
+def measure_busy_and_idle():
     """Return the median times of an asynchronous call while the caller computes, and waits."""
     tensor, seconds = torch.zeros(MEGABYTES * 1_000_000 // 4), {"idle": [], "busy": []}
     for i in range(22):
@@ -232,11 +232,11 @@ def busy_and_idle():
 
 
 def test_asynchronous_call_needs_no_interpreter():
-    busy, idle = run_ranks(busy_and_idle, 2)[0]
+    busy, idle = run_ranks(measure_busy_and_idle, 2)[0]
     assert_at_most("collectives: call beside busy Python over one beside idle", 1.3, busy / idle)
 
 
-def all_to_all_ratios(size):
+def measure_all_to_all_ratios(size):
     sent, received = torch.randn(size // 4), torch.empty(size // 4)
     contenders = {
         "gloo": partial(dist.all_to_all_single, received, sent),
@@ -248,11 +248,11 @@ def all_to_all_ratios(size):
 
 @pytest.mark.parametrize("size", [KIB, 64 * KIB, MIB, 25 * MIB])
 def test_all_to_all_is_faster_than_gloos(size):
-    measured = run_ranks(all_to_all_ratios, 2, size)[0]
+    measured = run_ranks(measure_all_to_all_ratios, 2, size)[0]
     assert_at_least(f"collectives: gloo over ours, all-to-all, {size} bytes", 1.5, measured)
 
 
-def a_step(kind, group):
+def build_step(kind, group):
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(8)]
     network = nn.Sequential(*layers)
@@ -272,16 +272,16 @@ def a_step(kind, group):
     return step
 
 
-def steps(kind):
+def measure_steps(kind):
     """Return the time of a step on our backend over that on gloo, in interleaved rounds."""
     import collectives.backend  # noqa: F401
 
-    both = {n: a_step(kind, dist.new_group(backend=n)) for n in ("gloo", "collectives")}
+    both = {n: build_step(kind, dist.new_group(backend=n)) for n in ("gloo", "collectives")}
     times = bench.time_interleaved(both, 32 << 20, False, "cpu", rounds=40)
     return float(np.median(times["collectives"].rounds / times["gloo"].rounds))
 
 
 @pytest.mark.parametrize(("kind", "most"), [("fsdp2", 0.65), ("ddp", 0.8)])
 def test_step_of_torchs_trainers_is_faster_than_on_gloo(kind, most):
-    measured = run_ranks(steps, 2, kind)[0]
+    measured = run_ranks(measure_steps, 2, kind)[0]
     assert_at_most(f"collectives: step of {kind} over one on gloo", most, measured)

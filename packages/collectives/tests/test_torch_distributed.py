@@ -47,7 +47,7 @@ def run_torchs_tests(who, world, chosen, folder):
     return {case.get("name") for case in cases if not failed & {child.tag for child in case}}
 
 
-def passed(who, world, chosen, folder):
+def list_passed_tests(who, world, chosen, folder):
     # A process of the worker pool has imported torch already.
     return run_ranks(
         run_torchs_tests, 1, who, world, chosen, folder, backend="", timeout=MAX_SECONDS
@@ -55,12 +55,14 @@ def passed(who, world, chosen, folder):
 
 
 def test_sample_of_torchs_distributed_tests_passes(tmp_path):
-    assert passed("collectives", 2, SAMPLE, tmp_path) == {SAMPLE}
+    assert list_passed_tests("collectives", 2, SAMPLE, tmp_path) == {SAMPLE}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_torchs_distributed_tests_that_pass_on_gloo_pass(world, tmp_path):
-    on_gloo, on_ours = (passed(who, world, ALL, tmp_path) for who in ("gloo", "collectives"))
+    on_gloo, on_ours = (
+        list_passed_tests(who, world, ALL, tmp_path) for who in ("gloo", "collectives")
+    )
     assert on_gloo, "none of torch's tests ran"
     assert on_gloo - on_ours <= set(DIFFERS), sorted(on_gloo - on_ours)

@@ -52,7 +52,7 @@ DIFFERS = {
 }
 
 
-def passed(backend, file, folder):
+def list_passed_tests(backend, file, folder):
     """Return the names of the tests that pass, and the number of our groups that ranks created."""
     report, marks = folder / f"{backend}.xml", folder / backend
     marks.mkdir()
@@ -78,8 +78,8 @@ def passed(backend, file, folder):
 @pytest.mark.skipif(FOLDER is None, reason="TORCH_TESTS names no test/distributed of torch's")
 @pytest.mark.parametrize("file", FILES)
 def test_files_of_torch_that_pass_on_gloo_pass(file, tmp_path):
-    on_gloo, count_on_gloo = passed("gloo", file, tmp_path)
-    on_ours, count_on_ours = passed("collectives", file, tmp_path)
+    on_gloo, count_on_gloo = list_passed_tests("gloo", file, tmp_path)
+    on_ours, count_on_ours = list_passed_tests("collectives", file, tmp_path)
     assert on_gloo, "none of torch's tests passed on gloo"
     assert count_on_gloo == 0 < count_on_ours, "the backend was not used"
     assert on_gloo - on_ours <= set(DIFFERS), sorted(on_gloo - on_ours)

@@ -17,7 +17,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 
-def instead_of_gloo(function, position):
+def replace_gloo(function, position):
     """Return the function with our backend in place of gloo."""
 
     def call(*args, **kwargs):
@@ -34,8 +34,8 @@ if os.environ["ORACLE"] == "collectives":
     import collectives.backend  # noqa: F401
 
     get_backend = dist.get_backend
-    dist.init_process_group = instead_of_gloo(dist.init_process_group, 0)
-    dist.new_group = instead_of_gloo(dist.new_group, 2)
+    dist.init_process_group = replace_gloo(dist.init_process_group, 0)
+    dist.new_group = replace_gloo(dist.new_group, 2)
     dist.get_backend = lambda group=None: {"collectives": "gloo"}.get(
         get_backend(group), get_backend(group)
     )

@@ -62,10 +62,10 @@ def start_ranks(start, function, world, *args, timeout=180.0, backend="gloo"):
         return start(function, world, *args, timeout=timeout, backend=backend)
     path = sys.modules[function.__module__].__file__
     what = path, function.__qualname__, timeout
-    return start(on_collectives, world, what, *args, timeout=timeout, backend="")
+    return start(run_on_collectives, world, what, *args, timeout=timeout, backend="")
 
 
-def on_collectives(what, *args):
+def run_on_collectives(what, *args):
     """Run a function of a test file on a process group of the `collectives` backend."""
     import worker_pool
 

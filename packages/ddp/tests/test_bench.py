@@ -15,18 +15,18 @@ from worker_pool import run_ranks
 MIB = 2**20
 
 
-def tiny(device: torch.device):
+def build_tiny(device: torch.device):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     x = torch.randn(2, 64)
     return model, lambda wrapped: wrapped(x).square().mean()
 
 
-def shared_alike(numel: int, *, dtype: torch.dtype, group) -> torch.Tensor:
+def allocate_shared(numel: int, *, dtype: torch.dtype, group) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype)
 
 
-def rows(wanted: str) -> list[dict]:
+def run_bench(wanted: str) -> list[dict]:
     # The ranks load this file under this module name.
     options = {"model": "ranks_test_bench:tiny", "all_reduce": "torch.distributed:all_reduce"}
     options["allocate"] = "ranks_test_bench:shared_alike"
@@ -37,7 +37,7 @@ def rows(wanted: str) -> list[dict]:
 def test_every_design_has_a_row_with_bytes_and_calls() -> None:
     sizes = ",".join(f"{size:g} MB" for size in SIZES_MB)
     ours = f"none,naive,flat,overlapped,{sizes},predicted,given 25 MB"
-    first, second = run_ranks(rows, 2, ours, timeout=300)
+    first, second = run_ranks(run_bench, 2, ours, timeout=300)
     assert second == []
     steps = {row["design"]: row for row in first if row["case"] == "step"}
     swept = [row for row in first if row["case"] == "sweep"]
@@ -63,7 +63,7 @@ def test_every_design_has_a_row_with_bytes_and_calls() -> None:
 @pytest.mark.filterwarnings("default")
 def test_torch_ddp_is_measured_in_the_same_rounds() -> None:
     wanted = "10 MB,torch,torch tuned"
-    (measured,) = run_ranks(rows, 1, wanted, timeout=300)
+    (measured,) = run_ranks(run_bench, 1, wanted, timeout=300)
     assert ",".join(row["design"] for row in measured) == wanted
     ours, default, tuned = measured
     assert default["ratio_to_torch_p90"] == tuned["ratio_to_torch_tuned_p10"] == 1
@@ -71,7 +71,7 @@ def test_torch_ddp_is_measured_in_the_same_rounds() -> None:
     assert ours["ratio_to_none_p50"] == ours["communication_share"] == "-"
 
 
-def measured(**seconds: tuple[float, float, float, float]) -> Measured:
+def make_measured_rounds(**seconds: tuple[float, float, float, float]) -> Measured:
     """Return two equal rounds of designs with these (step, backward, after backward, cpu)."""
     meter = Meter()
     meter.record([BucketRecord(("w",), 1, 80, 0, 0.0, 1.0, 1.0)], (0.0, 1.0))
@@ -82,7 +82,7 @@ def measured(**seconds: tuple[float, float, float, float]) -> Measured:
 
 
 def bound(**seconds: tuple[float, float, float, float]) -> dict:
-    (row,) = (row for row in measured(**seconds).rows if row["case"] == "bound")
+    (row,) = (row for row in make_measured_rounds(**seconds).rows if row["case"] == "bound")
     return row
 
 

@@ -71,7 +71,7 @@ def test_views_are_in_the_buffer_and_do_not_overlap(model):
     assert bucket.buffer[numel:].tolist() == [1.0, 1.0, 0.0, 1.0] + [0.0] * (len(parameters) - 1)
 
 
-def bucket_of_ones():
+def build_bucket_of_ones():
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     bucket = make_bucket([0, 1], parameters, None, None)
     for parameter in parameters:
@@ -80,7 +80,7 @@ def bucket_of_ones():
 
 
 def test_alias_of_a_gradient_keeps_its_value_while_another_gradient_accumulates():
-    bucket, parameters = bucket_of_ones()
+    bucket, parameters = build_bucket_of_ones()
     for slot in range(2):
         move_gradient_in(bucket, slot)
     alias = parameters[0].grad.view(-1)
@@ -92,7 +92,7 @@ def test_alias_of_a_gradient_keeps_its_value_while_another_gradient_accumulates(
 
 
 def test_zero_contribution_keeps_gradients_and_their_aliases():
-    bucket, parameters = bucket_of_ones()
+    bucket, parameters = build_bucket_of_ones()
     for slot in range(2):
         move_gradient_in(bucket, slot)
     alias = parameters[0].grad
@@ -105,7 +105,7 @@ def test_zero_contribution_keeps_gradients_and_their_aliases():
 
 
 def test_every_gradient_is_scaled_once():
-    bucket, _ = bucket_of_ones()
+    bucket, _ = build_bucket_of_ones()
     bucket.copy_in(0, 0.5)
     bucket.deferred.append(1)
     bucket.copy_in_deferred(0.5)

@@ -13,19 +13,19 @@ from worker_pool import run_on_shared_ranks
 MIB = 2**20
 
 
-def net() -> nn.Sequential:
+def build_net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 16))
 
 
-def noop(state, bucket):
+def do_nothing(state, bucket):
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
 def train_with_hook(which: str, bucket_size_mb: float) -> list:
-    group, module = dist.group.WORLD, net()
+    group, module = dist.group.WORLD, build_net()
     twin = copy.deepcopy(module)
     model = DDP(module, bucket_size_mb)
     state, hook = {
@@ -37,7 +37,7 @@ def train_with_hook(which: str, bucket_size_mb: float) -> list:
             powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=16, start_powerSGD_iter=2),
             powerSGD_hook.powerSGD_hook,
         ),
-        "noop": (None, noop),
+        "noop": (None, do_nothing),
     }[which]
     model.register_comm_hook(state, hook)
     draw = torch.Generator().manual_seed(0)
@@ -88,26 +88,32 @@ def register_invalid_hooks() -> list[str]:
     errors = []
 
     def annotated(state, bucket: int):
-        return noop(state, bucket)
+        return do_nothing(state, bucket)
 
     def returns(state, bucket) -> int:
-        return noop(state, bucket)
+        return do_nothing(state, bucket)
 
     for hook in (None, lambda bucket: None, annotated, returns):
         try:
-            DDP(net()).register_comm_hook(None, hook)
+            DDP(build_net()).register_comm_hook(None, hook)
         except (TypeError, ValueError) as error:
             errors.append(f"{type(error).__name__}: {error}")
-    for hook in (lambda state, bucket: bucket.buffer(), lambda state, bucket: half(bucket)):
-        model = DDP(net())
+    for hook in (
+        lambda state, bucket: bucket.buffer(),
+        lambda state, bucket: halve_gradients(bucket),
+    ):
+        model = DDP(build_net())
         model.register_comm_hook(None, hook)
         try:
             model(torch.ones(1, 16)).sum().backward()
         except (TypeError, RuntimeError) as error:
             errors.append(str(error))
-    model = DDP(net())
-    model.register_comm_hook(None, noop)
-    for wrapped, hook in ((model, noop), (DDP(net(), gradient_dtype=torch.bfloat16), noop)):
+    model = DDP(build_net())
+    model.register_comm_hook(None, do_nothing)
+    for wrapped, hook in (
+        (model, do_nothing),
+        (DDP(build_net(), gradient_dtype=torch.bfloat16), do_nothing),
+    ):
         try:
             wrapped.register_comm_hook(None, hook)
         except (RuntimeError, ValueError) as error:
@@ -115,7 +121,7 @@ def register_invalid_hooks() -> list[str]:
     return errors
 
 
-def half(bucket):
+def halve_gradients(bucket):
     future = torch.futures.Future()
     future.set_result(bucket.buffer()[: bucket.buffer().numel() // 2])
     return future

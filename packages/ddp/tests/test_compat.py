@@ -127,7 +127,7 @@ def test_pipeline_stage_trains_as_with_torch_ddp() -> None:
     torch.testing.assert_close(ours, run_on_shared_ranks(train_pipeline, 2, True))
 
 
-def members_of_torch_ddp() -> tuple[set[str], set[str]]:
+def list_members_of_torch_ddp() -> tuple[set[str], set[str]]:
     """Return the private members of our wrapper that torch's DDP has, and those of the reducer."""
     module = nn.Linear(1, 1)
     ours, theirs = DDP(module), nn.parallel.distributed.DistributedDataParallel(module)
@@ -140,7 +140,7 @@ def members_of_torch_ddp() -> tuple[set[str], set[str]]:
 @pytest.mark.filterwarnings("default")
 def test_only_private_members_with_a_reader_exist() -> None:
     # `ddp.compat` names the reader of each. Joinable's constructor sets the other attributes.
-    for private, of_reducer in run_on_shared_ranks(members_of_torch_ddp, 2):
+    for private, of_reducer in run_on_shared_ranks(list_members_of_torch_ddp, 2):
         assert private == {"_get_ddp_logging_data", "_join_config"}
         assert of_reducer == {"_delay_all_reduce", "_rebuild_buckets", "prepare_for_backward"}
 

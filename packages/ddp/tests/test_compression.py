@@ -10,14 +10,14 @@ from worker_pool import run_on_shared_ranks
 MIB = 2**20
 
 
-def net() -> nn.Sequential:
+def build_net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 8))
 
 
-def gradients() -> tuple:
+def measure_gradients() -> tuple:
     """Return the gradients of this rank, their mean over the ranks, and bytes and calls."""
-    model = DDP(net(), 2000 / MIB, gradient_dtype=torch.bfloat16)
+    model = DDP(build_net(), 2000 / MIB, gradient_dtype=torch.bfloat16)
     x = torch.randn(16, 24, generator=torch.Generator().manual_seed(dist.get_rank()))
     local = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
     model(x).square().mean().backward()
@@ -30,7 +30,7 @@ def gradients() -> tuple:
     "world", [2, 4, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in (1, 3))]
 )
 def test_bfloat16_on_the_wire_is_added_in_float32(world: int) -> None:
-    ranks = run_on_shared_ranks(gradients, world)
+    ranks = run_on_shared_ranks(measure_gradients, world)
     numel = sum(g.size for g in ranks[0][0])
     for at in range(4):
         scaled = [torch.from_numpy(local[at]) / world for local, _, _ in ranks]
@@ -102,7 +102,7 @@ def test_wider_gradient_dtype_is_sent_and_added(dtype, gradient_dtype) -> None:
     assert ranks == [(one_unit_more, gradient_dtype.itemsize)] * 4
 
 
-def bytes_of_other_dtype() -> int:
+def send_in_other_dtype() -> int:
     """Send float16 gradients as bfloat16, which has the same size."""
     module = nn.Linear(1, 1, bias=False, dtype=torch.float16)
     model = DDP(module, gradient_dtype=torch.bfloat16)
@@ -112,10 +112,10 @@ def bytes_of_other_dtype() -> int:
 
 
 def test_gradient_dtype_of_the_same_size_is_sent() -> None:
-    assert run_on_shared_ranks(bytes_of_other_dtype, 2) == [1.0, 1.0]
+    assert run_on_shared_ranks(send_in_other_dtype, 2) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e5m2])
 def test_dtypes_that_would_lose_gradients_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match="floating-point dtype of at least 16 bits"):
-        DDP(net(), gradient_dtype=dtype)
+        DDP(build_net(), gradient_dtype=dtype)

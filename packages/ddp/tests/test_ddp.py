@@ -51,7 +51,7 @@ class Net(nn.Module):
         return self.head(self.wide(x.double()).float())
 
 
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+def compute_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -61,7 +61,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def rank_order_all_reduce(tensor, op=None, group=None, async_op=False):
+def all_reduce_in_rank_order(tensor, op=None, group=None, async_op=False):
     """Add all elements in rank order. gloo does so with two ranks only."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor, group=group)
@@ -95,26 +95,26 @@ def train(
     optimizer = make_optimizer(model)
     for step in range(steps):
         optimizer.zero_grad(set_to_none=(seed + step) % 3 > 0)
-        batch = batches(seed, step, world, accumulate)[rank].to(device)
+        batch = draw_batches(seed, step, world, accumulate)[rank].to(device)
         for i, tokens in enumerate(batch):
             last = i == accumulate - 1
             if isinstance(wrapped, ddp.DDP) and not last:
                 with wrapped.no_sync():
-                    (loss_of(wrapped, tokens) / accumulate).backward()
+                    (compute_loss(wrapped, tokens) / accumulate).backward()
             else:
-                (loss_of(wrapped, tokens) / accumulate).backward()
+                (compute_loss(wrapped, tokens) / accumulate).backward()
         sync()
         optimizer.step()
     return {name: p.detach().cpu().numpy() for name, p in model.named_parameters()}
 
 
-def batches(seed: int, step: int, world: int, accumulate: int) -> torch.Tensor:
+def draw_batches(seed: int, step: int, world: int, accumulate: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + step)
     return torch.randint(11, (world, accumulate, 2, 6), generator=generator)
 
 
-def all_designs(seeds: list[int], steps: int, accumulate: int, ordered: bool) -> list[dict]:
-    all_reduce = rank_order_all_reduce if ordered else None
+def train_all_designs(seeds: list[int], steps: int, accumulate: int, ordered: bool) -> list[dict]:
+    all_reduce = all_reduce_in_rank_order if ordered else None
     return [{d: train(d, s, steps, accumulate, all_reduce) for d in DESIGNS} for s in seeds]
 
 
@@ -123,12 +123,12 @@ def train_in_one_process(seed: int, steps: int, accumulate: int, world: int) -> 
     optimizer = make_optimizer(model)
     for step in range(steps):
         optimizer.zero_grad()
-        loss_of(model, batches(seed, step, world, accumulate).flatten(0, 2)).backward()
+        compute_loss(model, draw_batches(seed, step, world, accumulate).flatten(0, 2)).backward()
         optimizer.step()
     return {name: p.detach().numpy() for name, p in model.named_parameters()}
 
 
-def all_designs_on_gpus() -> dict:
+def train_all_designs_on_gpus() -> dict:
     device = f"cuda:{dist.get_rank()}"
     torch.cuda.set_device(device)
     return {design: train(design, 5, 3, 2, None, device) for design in DESIGNS}
@@ -138,7 +138,7 @@ def all_designs_on_gpus() -> dict:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_all_designs_give_the_same_bits_on_nccl() -> None:
     world = min(2, torch.cuda.device_count())
-    ranks = run_ranks(all_designs_on_gpus, world, backend="nccl", timeout=120)
+    ranks = run_ranks(train_all_designs_on_gpus, world, backend="nccl", timeout=120)
     for rank in ranks:
         for weights in rank.values():
             for name, weight in weights.items():
@@ -163,7 +163,9 @@ def test_all_designs_give_the_same_bits_and_match_one_process(
 ) -> None:
     last = 100 * world + 10 * accumulate + 2
     seeds = list(range(last + 1 - num_steps, last + 1))
-    ranks = run_ranks(all_designs, world, seeds, num_steps, accumulate, world > 2, timeout=120)
+    ranks = run_ranks(
+        train_all_designs, world, seeds, num_steps, accumulate, world > 2, timeout=120
+    )
     for seed, *of_seed in zip(seeds, *ranks, strict=True):
         assert_equal_bits_and_close_to(
             train_in_one_process(seed, num_steps, accumulate, world), of_seed

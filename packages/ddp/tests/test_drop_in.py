@@ -23,7 +23,7 @@ from worker_pool import run_on_shared_ranks, run_ranks, try_ranks
 MIB = 2**20
 
 
-def net() -> nn.Sequential:
+def build_net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 2))
 
@@ -83,7 +83,7 @@ class Both:
 
 
 def unfreezes() -> bool:
-    module = net()
+    module = build_net()
     module[0].requires_grad_(False)
     both = Both(module)
     both.step()
@@ -103,7 +103,7 @@ def unfreezes() -> bool:
 
 
 def assigns() -> bool:
-    both = Both(net())
+    both = Both(build_net())
     both.step()
     for module in (both.module, both.twin):
         state = OrderedDict((k, 2 * v.detach()) for k, v in module.state_dict().items())
@@ -115,7 +115,7 @@ def assigns() -> bool:
 
 
 def adds_a_head() -> bool:
-    both = Both(net())
+    both = Both(build_net())
     both.step()
     torch.manual_seed(dist.get_rank())
     head = nn.Linear(2, 3).double()
@@ -132,7 +132,7 @@ def adds_a_head() -> bool:
 
 
 def removes_a_layer() -> bool:
-    both = Both(net())
+    both = Both(build_net())
     both.step()
     for module in (both.module, both.twin):
         del module[-1]
@@ -143,7 +143,7 @@ def removes_a_layer() -> bool:
 
 
 def adds_a_frozen_layer() -> bool:
-    both = Both(net())
+    both = Both(build_net())
     both.step()
     for module in (both.module, both.twin):
         torch.manual_seed(0)
@@ -184,7 +184,7 @@ def test_join_uses_the_buffers_of_the_last_rank_with_inputs() -> None:
 
 
 def changes_dtype() -> bool:
-    both = Both(net())
+    both = Both(build_net())
     both.step()
     # Each conversion also replaces the memory of `.grad`.
     both.module.float().double()
@@ -201,7 +201,7 @@ def changes_dtype() -> bool:
 
 
 def replaces_data() -> bool:
-    both = Both(net())
+    both = Both(build_net())
     both.step()
     for p in [*both.module.parameters(), *both.twin.parameters()]:
         p.data = p.data.clone()
@@ -234,7 +234,7 @@ def unfreezes_part_of_a_large_model() -> int:
         sent.append(tensor.nbytes)
         return broadcast(tensor, *args, **kwargs)
 
-    module = net()
+    module = build_net()
     module.append(nn.Linear(2, 2))
     module.requires_grad_(False)
     module[4].requires_grad_(True)
@@ -253,7 +253,7 @@ def test_unfreezing_a_layer_sends_that_layer_only() -> None:
 
 def unfreezes_on_one_rank(rank: int) -> None:
     failure_attribution.GRACE_SECONDS = 0.3
-    module = net()
+    module = build_net()
     module[0].requires_grad_(False)
     model = DDP(module)
     for step in range(3):
@@ -272,14 +272,14 @@ def test_parameters_unfrozen_on_one_rank_only_are_refused_on_every_rank(rank: in
 
 
 def never_finishes() -> bool:
-    both = Both(net())
+    both = Both(build_net())
     for _ in range(4):
         both.step()
     return True
 
 
 def several_losses() -> bool:
-    both = Both(net())
+    both = Both(build_net())
     for _ in range(3):
         both.zero_grad()
         for _ in range(3):
@@ -290,7 +290,7 @@ def several_losses() -> bool:
 
 
 def retains_the_graph() -> bool:
-    both = Both(net())
+    both = Both(build_net())
     for _ in range(3):
         both.zero_grad()
         x = both.batches(3, 5)
@@ -305,7 +305,7 @@ def retains_the_graph() -> bool:
 
 
 def accumulates() -> bool:
-    both = Both(net())
+    both = Both(build_net())
     for set_to_none in (True, False, True):
         if set_to_none:
             both.zero_grad()
@@ -370,14 +370,14 @@ def penalizes_gradients() -> bool:
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         return model(x).square().mean() + (slope.norm() - 1).square()
 
-    both = Both(net())
+    both = Both(build_net())
     for _ in range(3):
         both.step(loss)
     return True
 
 
 def keeps_graphs(gradient_as_bucket_view: bool) -> bool:
-    both = Both(net(), gradient_as_bucket_view=gradient_as_bucket_view)
+    both = Both(build_net(), gradient_as_bucket_view=gradient_as_bucket_view)
     for _ in range(3):
         x = both.batches(3, 5)
         with pytest.warns(UserWarning, match="has no graph"):
@@ -408,7 +408,7 @@ def test_create_graph_averages_gradients_and_warns(gradient_as_bucket_view) -> N
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool, shared: bool) -> None:
         super().__init__()
-        self.body = net()
+        self.body = build_net()
         self.reentrant = reentrant
         self.shared = shared
         self.first = nn.Linear(5, 5)
@@ -441,7 +441,7 @@ def checkpoints_calls_of_the_wrapper() -> bool:
 
 
 def evaluates_between() -> bool:
-    both = Both(net())
+    both = Both(build_net())
     for _ in range(3):
         both.step()
         with torch.no_grad():
@@ -452,7 +452,7 @@ def evaluates_between() -> bool:
 
 
 def registers_hooks_after_wrapping() -> bool:
-    both = Both(net().append(nn.Linear(2, 9000)))
+    both = Both(build_net().append(nn.Linear(2, 9000)))
 
     def scale(parameter: nn.Parameter) -> None:
         parameter.grad.mul_(1 + both.rank)
@@ -500,7 +500,7 @@ def takes_layers_in_any_order() -> bool:
 
 
 def finishes_some_steps() -> bool:
-    both = Both(net())
+    both = Both(build_net())
     for is_local in (False, True, True, False, True):
         both.zero_grad()
         with both.model.no_sync() if is_local else nullcontext():
@@ -513,7 +513,7 @@ def finishes_some_steps() -> bool:
 
 
 def finishes_after_a_local_pass() -> bool:
-    both = Both(net())
+    both = Both(build_net())
     x = both.batches(3, 5)
     losses = []
     for is_local in (False, True):
@@ -528,7 +528,7 @@ def finishes_after_a_local_pass() -> bool:
 
 
 def reaches_no_parameter_on_one_rank() -> bool:
-    both = Both(net(), find_unused_parameters=True)
+    both = Both(build_net(), find_unused_parameters=True)
     for step in range(4):
         both.zero_grad()
         x = both.batches(3, 5)
@@ -735,7 +735,9 @@ class AlternatingBranches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.branches = nn.ModuleList([net(), nn.Sequential(nn.Linear(5, 99), nn.Linear(99, 99))])
+        self.branches = nn.ModuleList(
+            [build_net(), nn.Sequential(nn.Linear(5, 99), nn.Linear(99, 99))]
+        )
         self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex128))
 
     def forward(self, x: torch.Tensor, step: int = 0) -> torch.Tensor:
@@ -765,7 +767,7 @@ def keeps(kind: str) -> bool:
 
 
 def runs_out_of_inputs(has_custom_memory: bool) -> bool:
-    both = Both(net(), allocate=allocate_zeros if has_custom_memory else None)
+    both = Both(build_net(), allocate=allocate_zeros if has_custom_memory else None)
     references = []
     with both.model.join():
         for _ in range(2 + 2 * both.rank):
@@ -887,7 +889,7 @@ def test_gradients_may_be_replaced_by_their_transposes_and_conjugates(in_hooks) 
 
 
 def copies(kind: str) -> bool:
-    both = Both(net())
+    both = Both(build_net())
     both.step()
     if kind == "deepcopy":
         copied = copy.deepcopy(both.model)
@@ -933,7 +935,7 @@ def test_shallow_copies_are_refused() -> None:
 
 
 def train_unevenly(what: str) -> None:
-    model = DDP(net())
+    model = DDP(build_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
         model(torch.ones(1, 5)).sum().backward()
@@ -951,7 +953,7 @@ def test_extra_backward_pass_or_skipped_step_on_one_rank_fails_on_every_rank(wha
 
 
 def change_weights_temporarily() -> bool:
-    model = DDP(net())
+    model = DDP(build_net())
     for _ in range(3):
         model(torch.ones(1, 5)).sum().backward()
         if dist.get_rank() == 0:
@@ -968,7 +970,7 @@ def test_temporary_weight_change_on_one_rank_is_allowed() -> None:
 
 def fails_in_backward() -> list[str]:
     failure_attribution.GRACE_SECONDS = 0.3
-    model = DDP(net())
+    model = DDP(build_net())
     errors = []
     x = torch.ones(1, 5)
     for step in range(2):

@@ -20,7 +20,7 @@ TIMEOUT = 60.0  # seconds of the process group; no test waits that long
 SMALL = 100 / 2**20  # MiB: one or two buckets per layer
 
 
-def slow(*values):
+def mark_exhaustive(*values):
     """Return test parameters that only `make test-exhaustive` runs."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
@@ -40,14 +40,14 @@ class Branches(nn.Module):
         return sum(branch(self.trunk(x)) for branch in used).square().mean()
 
 
-def messages(function, world, *args, timeout=TIMEOUT) -> list[str]:
+def collect_errors(function, world, *args, timeout=TIMEOUT) -> list[str]:
     """Return the error of each rank as text, or "" for a rank without an error."""
     # A rank that still runs after the timeout is killed and has no error either.
     outcomes = try_ranks(function, world, *args, timeout=timeout)
     return [str(o.error) if o.error else "" for o in outcomes]
 
 
-def step(model: DDP, **kwargs) -> None:
+def take_step(model: DDP, **kwargs) -> None:
     model.zero_grad()
     model(torch.ones(2, 5), **kwargs).backward()
     model.finish_gradient_synchronization()
@@ -194,7 +194,7 @@ def train_with_different_branches(design: str) -> list[str]:
     return outcomes
 
 
-@pytest.mark.parametrize("design", ["ddp", "naive", slow("flat")])
+@pytest.mark.parametrize("design", ["ddp", "naive", mark_exhaustive("flat")])
 def test_gradient_missing_on_some_ranks_names_parameter_and_rank(design: str) -> None:
     for first, second in run_on_shared_ranks(train_with_different_branches, 3, design):
         assert "'right.weight', 'right.bias' got no gradient on rank 0, but did on rank 1" in first
@@ -208,7 +208,7 @@ def test_gradient_missing_on_some_ranks_names_parameter_and_rank(design: str) ->
 def raise_inside_no_sync() -> list[str]:
     model = DDP(Branches())
     outcomes = []
-    step(model)
+    take_step(model)
     try:
         with model.no_sync():
             model(torch.ones(2, 5)).backward()
@@ -284,8 +284,8 @@ def lose_rank_one(how: str, grace: float) -> None:
 
     attribution.FailureAttribution._write_reason = write_in_order
     model = DDP(Branches(), SMALL, group=group)
-    step(model)
-    step(model)
+    take_step(model)
+    take_step(model)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
     start = time.monotonic()
     if rank == 1:
@@ -296,7 +296,7 @@ def lose_rank_one(how: str, grace: float) -> None:
         if how == "hangs":
             store.wait(["0 gave up", "2 gave up"], timedelta(seconds=60))
     try:
-        step(model)
+        take_step(model)
     except RuntimeError as error:
         store.set(f"{rank} gave up", "1")
         seconds = time.monotonic() - start
@@ -310,12 +310,12 @@ def lose_rank_one(how: str, grace: float) -> None:
     ("how", "world"),
     [
         ("dies", 2),
-        slow("dies in backward", 3),
+        mark_exhaustive("dies in backward", 3),
         ("hangs", 3),
     ],
 )
 def test_lost_rank_is_named_by_every_survivor(how: str, world: int, backend: str) -> None:
-    errors = messages(lose_rank_one, world, how, 1.5 if world > 2 else 0.5)
+    errors = collect_errors(lose_rank_one, world, how, 1.5 if world > 2 else 0.5)
     for rank, message in enumerate(errors):
         if rank != 1 and backend == "collectives":
             # This backend names the lost rank itself.
@@ -333,7 +333,7 @@ def test_lost_rank_is_named_by_every_survivor(how: str, world: int, backend: str
 @pytest.mark.timing
 @pytest.mark.parametrize("how", ["dies in backward", "hangs"])
 def test_survivors_give_up_two_seconds_after_the_groups_timeout(how: str) -> None:
-    errors = messages(lose_rank_one, 3, how, 2.0)
+    errors = collect_errors(lose_rank_one, 3, how, 2.0)
     for rank in (0, 2):
         seconds = float(re.search(r"after ([\d.]+) s$", errors[rank])[1])
         assert_at_most(
@@ -356,9 +356,9 @@ def train_with_failing_collective(asynchronous: bool) -> str:
         raise RuntimeError
 
     with pytest.raises(RuntimeError, match=r"could not finish .* \(RuntimeError\)"):
-        step(DDP(Branches(), all_reduce=fail_without_message))
+        take_step(DDP(Branches(), all_reduce=fail_without_message))
     with pytest.raises(RuntimeError) as error:
-        step(DDP(Branches(), all_reduce=all_reduce))
+        take_step(DDP(Branches(), all_reduce=all_reduce))
     return str(error.value)
 
 
@@ -382,7 +382,7 @@ def lose_rank_one_in_join() -> None:
 
 
 def test_rank_that_dies_in_join_is_named(backend: str) -> None:
-    survivor = messages(lose_rank_one_in_join, 2)[0]
+    survivor = collect_errors(lose_rank_one_in_join, 2)[0]
     assert "rank 1" in survivor
     # The backend `collectives` names the lost rank in an earlier call of torch's `Join`.
     assert backend == "collectives" or "take part in join()" in survivor
@@ -393,10 +393,10 @@ def lose_the_store(port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     model = DDP(Branches(), SMALL)
-    step(model)
+    take_step(model)
     if rank == 0:
         os._exit(7)
-    step(model)
+    take_step(model)
 
 
 def test_dead_rank_that_hosted_the_store_is_named() -> None:

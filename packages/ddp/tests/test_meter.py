@@ -145,12 +145,12 @@ def measure_designs() -> dict[str, dict]:
 
 
 @cache
-def outcomes() -> dict[str, dict]:
+def measure_outcomes() -> dict[str, dict]:
     return run_ranks(measure_designs, 1)[0]
 
 
 def run(design: str) -> dict:
-    return outcomes()[design]
+    return measure_outcomes()[design]
 
 
 CALLS = {"naive": LAYERS, "flat": 1, "overlapped": LAYERS, "two per bucket": LAYERS // 2}

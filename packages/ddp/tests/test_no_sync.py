@@ -50,7 +50,7 @@ def compute_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return output.square().sum() + getattr(model, "module", model).auxiliary_loss
 
 
-def batch(number: int, rank: int) -> torch.Tensor:
+def draw_batch(number: int, rank: int) -> torch.Tensor:
     return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * number + rank)).double()
 
 
@@ -59,7 +59,7 @@ def wrap(use_torch: bool, output: str) -> nn.Module:
     return wrapper(Net(output).double())
 
 
-def gradients(model: nn.Module) -> list[torch.Tensor]:
+def copy_gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
@@ -70,10 +70,10 @@ def run_sequence(sequence: list, use_torch: bool, output: str, is_compiled: bool
     results = []
     for number, (is_forward_inside, is_backward_inside) in enumerate(sequence):
         with model.no_sync() if is_forward_inside else nullcontext():
-            loss = compute_loss(runnable, batch(number, dist.get_rank()))
+            loss = compute_loss(runnable, draw_batch(number, dist.get_rank()))
         with model.no_sync() if is_backward_inside else nullcontext():
             loss.backward()
-        results.append(gradients(model))
+        results.append(copy_gradients(model))
     return results
 
 
@@ -127,7 +127,7 @@ def run_two_graphs(inside: tuple, order: tuple) -> None:
     losses = []
     for number in range(2):
         with model.no_sync() if inside[number] else nullcontext():
-            losses.append(compute_loss(model, batch(number, rank)))
+            losses.append(compute_loss(model, draw_batch(number, rank)))
     expected = Net("tensor").double()
     last_synchronized = -1
     for position, number in enumerate(order):
@@ -146,8 +146,10 @@ def run_two_graphs(inside: tuple, order: tuple) -> None:
                 is_averaged = position <= last_synchronized
                 scales[number, other] = 0.5 if is_averaged else float(other == rank)
     for (number, other), scale in scales.items():
-        (scale * compute_loss(expected, batch(number, other))).backward()
-    torch.testing.assert_close(gradients(model), gradients(expected), msg=f"{inside} {order}")
+        (scale * compute_loss(expected, draw_batch(number, other))).backward()
+    torch.testing.assert_close(
+        copy_gradients(model), copy_gradients(expected), msg=f"{inside} {order}"
+    )
 
 
 def run_pairs_of_graphs() -> bool:
@@ -208,16 +210,16 @@ def retry_after_an_error() -> bool:
     for is_inside in (False, True):
         model.zero_grad()
         with model.no_sync() if is_inside else nullcontext():
-            output = model(batch(0, rank))
+            output = model(draw_batch(0, rank))
         # The error comes after the wrapper's hook on the output, and before the first gradient.
         output.grad_fn.register_prehook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             output.sum().backward()
-        compute_loss(model, batch(0, rank)).backward()
+        compute_loss(model, draw_batch(0, rank)).backward()
         expected = Net("tensor").double()
         for other in range(dist.get_world_size()):
-            (compute_loss(expected, batch(0, other)) / dist.get_world_size()).backward()
-        torch.testing.assert_close(gradients(model), gradients(expected))
+            (compute_loss(expected, draw_batch(0, other)) / dist.get_world_size()).backward()
+        torch.testing.assert_close(copy_gradients(model), copy_gradients(expected))
     return True
 
 

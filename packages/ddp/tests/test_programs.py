@@ -290,8 +290,8 @@ class Run:
         for name, ours in self.module.named_parameters():
             actual, expected = ours, theirs[name]
             if gradients:
-                actual = dense_or_zero(ours.grad)
-                expected = dense_or_zero(theirs[name].grad)
+                actual = make_dense(ours.grad)
+                expected = make_dense(theirs[name].grad)
                 # A missing gradient counts as zero.
                 if not actual.any() and not expected.any():
                     continue
@@ -299,7 +299,7 @@ class Run:
             assert torch.allclose(actual, expected, rtol=1e-9, atol=1e-11), name
 
 
-def dense_or_zero(gradient: torch.Tensor | None) -> torch.Tensor:
+def make_dense(gradient: torch.Tensor | None) -> torch.Tensor:
     return torch.zeros(()) if gradient is None else gradient.to_dense()
 
 
@@ -324,13 +324,13 @@ def run_usual_programs() -> tuple[int, int]:
 
 
 @cache
-def outcomes_of_usual_programs() -> list[tuple[int, int]]:
+def get_outcomes_of_usual_programs() -> list[tuple[int, int]]:
     return run_ranks(run_usual_programs, 2, timeout=300)
 
 
 @pytest.mark.filterwarnings("default")
 def test_random_programs_train_like_one_process() -> None:
-    assert outcomes_of_usual_programs() == [(NUM_USUAL, 1)] * 2
+    assert get_outcomes_of_usual_programs() == [(NUM_USUAL, 1)] * 2
 
 
 @pytest.mark.filterwarnings("default")
@@ -338,7 +338,7 @@ def test_parameters_of_a_compiled_wrapper_may_be_replaced() -> None:
     program = draw_program(COMPILED_SEED, 4)
     assert program["model"]["compiled"] == "wrapper"
     assert ("assign",) in program["actions"]
-    assert [compiled for _, compiled in outcomes_of_usual_programs()] == [1, 1]
+    assert [compiled for _, compiled in get_outcomes_of_usual_programs()] == [1, 1]
 
 
 @pytest.mark.exhaustive

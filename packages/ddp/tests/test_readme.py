@@ -15,48 +15,52 @@ README = Path(__file__).parents[1] / "README.md"
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
-def rows_of(run: str, gpu: str = "") -> list[dict]:
+def read_rows(run: str, gpu: str = "") -> list[dict]:
     """Return the rows of the newest results of a run, on the GPU whose name contains `gpu`."""
     results = [json.loads(path.read_text()) for path in RESULTS.glob(f"*/{run}.json")]
     chosen = [stored for stored in results if gpu in " ".join(stored["environment"]["gpus"])]
     return max(chosen, key=lambda stored: stored["environment"]["date"])["rows"]
 
 
-def only(rows: list[dict], **columns: str) -> dict:
+def find_row(rows: list[dict], **columns: str) -> dict:
     (row,) = (r for r in rows if all(r.get(name) == value for name, value in columns.items()))
     return row
 
 
-def ratio_to_bound(design: str) -> float:
-    rows = rows_of("ddp-two-hosts")
-    step = only(rows, case="step", workload="transformer", design=design)["step_ms"]
-    return step / only(rows, case="bound", workload="transformer")["overlap_bound_ms"]
+def compute_ratio_to_bound(design: str) -> float:
+    rows = read_rows("ddp-two-hosts")
+    step = find_row(rows, case="step", workload="transformer", design=design)["step_ms"]
+    return step / find_row(rows, case="bound", workload="transformer")["overlap_bound_ms"]
 
 
-def one_host(**columns: str) -> dict:
-    newest = rows_of("ddp-five-runs") if [*RESULTS.glob("*/ddp-five-runs.json")] else None
-    return only(newest or rows_of("ddp-one-host"), **columns)
+def find_one_host_row(**columns: str) -> dict:
+    newest = read_rows("ddp-five-runs") if [*RESULTS.glob("*/ddp-five-runs.json")] else None
+    return find_row(newest or read_rows("ddp-one-host"), **columns)
 
 
-def ratio_on_gpu(gpu: str) -> float:
-    return only(rows_of("llmsys-suite-gpu", gpu), case="train", variant="ddp bucketed")["ratio_p50"]
+def find_ratio_on_gpu(gpu: str) -> float:
+    return find_row(read_rows("llmsys-suite-gpu", gpu), case="train", variant="ddp bucketed")[
+        "ratio_p50"
+    ]
 
 
 #: A part of a sentence with one figure, and the row that the figure comes from.
 FIGURES = {
-    "needs {:.2f} times the processor time of `torch tuned`": lambda: one_host(
+    "needs {:.2f} times the processor time of `torch tuned`": lambda: find_one_host_row(
         case="step", design="25 MB"
     )["cpu_ratio_to_torch_tuned"],
-    "With buckets of 25 MB, a step takes {:.2f} times this lower bound": lambda: ratio_to_bound(
-        "25 MB"
+    "With buckets of 25 MB, a step takes {:.2f} times this lower bound": lambda: (
+        compute_ratio_to_bound("25 MB")
     ),
-    "With buckets of 10 MB, it takes {:.2f} times the bound": lambda: ratio_to_bound("10 MB"),
-    "and with `torch tuned` {:.2f} times": lambda: ratio_to_bound("torch tuned"),
-    "exceeds the median later step by {:.1f} ms (median of five runs": lambda: only(
-        rows_of("ddp-first-steps"), case="step", design="25 MB"
+    "With buckets of 10 MB, it takes {:.2f} times the bound": lambda: compute_ratio_to_bound(
+        "10 MB"
+    ),
+    "and with `torch tuned` {:.2f} times": lambda: compute_ratio_to_bound("torch tuned"),
+    "exceeds the median later step by {:.1f} ms (median of five runs": lambda: find_row(
+        read_rows("ddp-first-steps"), case="step", design="25 MB"
     )["first_steps_excess_ms"],
-    "took {:.2f} times as long as with torch's DDP on an H100": lambda: ratio_on_gpu("H100"),
-    "On an H200, it took {:.2f} times as long": lambda: ratio_on_gpu("H200"),
+    "took {:.2f} times as long as with torch's DDP on an H100": lambda: find_ratio_on_gpu("H100"),
+    "On an H200, it took {:.2f} times as long": lambda: find_ratio_on_gpu("H200"),
 }
 
 

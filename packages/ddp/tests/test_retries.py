@@ -11,7 +11,7 @@ from torch import nn
 from worker_pool import run_on_shared_ranks
 
 
-def net() -> nn.Sequential:
+def build_net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
 
@@ -21,7 +21,7 @@ def train(model: nn.Module) -> None:
     model(torch.full((2, 3), 1.0 + dist.get_rank())).sum().backward()
 
 
-def error_of(model: nn.Module) -> str:
+def get_error(model: nn.Module) -> str:
     """Return the error of a training step, or "" if the step averaged the gradients."""
     try:
         train(model)
@@ -38,15 +38,15 @@ def error_of(model: nn.Module) -> str:
 
 
 def unfreeze_different_layers() -> list[str]:
-    module = net().requires_grad_(False)
+    module = build_net().requires_grad_(False)
     module[1].bias.requires_grad_(True)
     model = DDP(module)
-    errors = [error_of(model)]
+    errors = [get_error(model)]
     module[0].requires_grad_(True)
     module[1].weight.requires_grad_(dist.get_rank() == 1)
-    errors += [error_of(model), error_of(model)]
+    errors += [get_error(model), get_error(model)]
     module[1].requires_grad_(True)
-    return [*errors, error_of(model)]
+    return [*errors, get_error(model)]
 
 
 def test_models_that_changed_differently_are_refused_until_they_are_equal() -> None:
@@ -64,13 +64,13 @@ def fail_to_allocate() -> list[str]:
             raise MemoryError("no memory for a bucket")
         return torch.empty(numel, dtype=dtype)
 
-    module = net()
+    module = build_net()
     module[0].requires_grad_(False)
     model = DDP(module, allocate=allocate)
-    errors = [error_of(model)]
+    errors = [get_error(model)]
     is_full = True
     module[0].requires_grad_(True)
-    return [*errors, error_of(model), error_of(model)]
+    return [*errors, get_error(model), get_error(model)]
 
 
 def fail_to_rebuild() -> list[str]:
@@ -88,24 +88,24 @@ def fail_to_rebuild() -> list[str]:
 
     torch.manual_seed(0)
     model = DDP(Reversed(nn.Linear(3, 2), nn.Linear(3, 3)), None, allocate=allocate)
-    errors = [error_of(model)]
+    errors = [get_error(model)]
     is_full = True
     with model.no_sync():
-        errors.append(error_of(model))
-    return [*errors, error_of(model)]
+        errors.append(get_error(model))
+    return [*errors, get_error(model)]
 
 
 def interrupt_agreement_on_order() -> str:
     def interrupt(*_: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    model = DDP(net())
-    assert error_of(model) == ""
+    model = DDP(build_net())
+    assert get_error(model) == ""
     with pytest.MonkeyPatch.context() as patch, model.no_sync():
         patch.setattr(dist, "broadcast", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            error_of(model)
-    return error_of(model)
+            get_error(model)
+    return get_error(model)
 
 
 def test_interrupted_agreement_on_the_order_of_buckets_is_reported_again() -> None:
@@ -129,10 +129,10 @@ def test_failed_allocation_of_new_buckets_is_reported_again() -> None:
 
 
 def skip_an_optimizer_step() -> list[str]:
-    model = DDP(net())
+    model = DDP(build_net())
     errors = []
     for step in range(4):
-        errors.append(error_of(model))
+        errors.append(get_error(model))
         if step != 1 or dist.get_rank() == 0:
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -148,7 +148,7 @@ def test_weights_that_differ_after_a_skipped_step_are_refused_until_a_restart() 
 
 
 def repeat_backward(trains_last_layer: bool) -> str:
-    module = net()
+    module = build_net()
     module[1].requires_grad_(trains_last_layer)
     fails = True
 
@@ -171,7 +171,7 @@ def repeat_backward(trains_last_layer: bool) -> str:
     except RuntimeError as error:
         return str(error)
     gradients = [parameter.grad.clone() for parameter in module[0].parameters()]
-    assert error_of(model) == ""
+    assert get_error(model) == ""
     for gradient, parameter in zip(gradients, module[0].parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad)
     return ""

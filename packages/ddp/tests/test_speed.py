@@ -30,7 +30,7 @@ ROUTED = 1.0
 THROTTLED = 1.08
 
 
-def row(model: str, design: str, rounds: int, custom: dict) -> dict:
+def measure_row(model: str, design: str, rounds: int, custom: dict) -> dict:
     rows = bench(model=model, designs=f"{design},torch tuned", rounds=rounds, **custom)
     return next((row for row in rows if row["case"] == "step" and row["design"] == design), {})
 
@@ -53,7 +53,7 @@ def test_a_step_takes_at_most_the_measured_multiple_of_tuned_torch(
         pytest.importorskip("collectives", reason="gradients in shared memory")
         custom = {"all_reduce": "collectives:all_reduce", "allocate": "collectives:shared_empty"}
     model = f"ddp.bench.designs:{model}"
-    ours, _ = run_ranks(row, 2, model, design, rounds, custom, timeout=600)
+    ours, _ = run_ranks(measure_row, 2, model, design, rounds, custom, timeout=600)
     figure = f"ddp: step of {design} over tuned torch, {model}"
     assert_at_most(figure, expected, ours["ratio_to_torch_tuned_p50"])
 
@@ -96,7 +96,7 @@ class Experts(nn.Module):
         return self.experts[expert](self.trunk(x)).square().mean()
 
 
-def routed_ratios(rounds: int) -> tuple[float, float]:
+def measure_routed_ratios(rounds: int) -> tuple[float, float]:
     """Return the ratios of our time and processor time to those of torch's DDP."""
     x = torch.randn(8, 64)
     times = ([], [])
@@ -118,6 +118,6 @@ def routed_ratios(rounds: int) -> tuple[float, float]:
 @pytest.mark.timing
 @pytest.mark.filterwarnings("default")
 def test_routed_experts_take_about_as_long_as_under_torch() -> None:
-    for wall, cpu in run_ranks(routed_ratios, 2, 200, timeout=300):
+    for wall, cpu in run_ranks(measure_routed_ratios, 2, 200, timeout=300):
         assert_at_most("ddp: step of routed experts over torch", ROUTED, wall)
         assert_at_most("ddp: processor time of routed experts over torch", ROUTED, cpu)

@@ -16,7 +16,7 @@ from torch import nn
 from worker_pool import run_on_shared_ranks
 
 
-def net() -> nn.Sequential:
+def build_net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
@@ -32,7 +32,7 @@ def train(model: nn.Module, steps: int = 2) -> None:
 
 
 def unfreeze(wrap: Callable) -> nn.Module:
-    module = net()
+    module = build_net()
     module[0].requires_grad_(False)
     model = wrap(module)
     module[0].requires_grad_(True)
@@ -41,7 +41,7 @@ def unfreeze(wrap: Callable) -> nn.Module:
 
 
 def replace_parameters(wrap: Callable) -> nn.Module:
-    module = net()
+    module = build_net()
     model = wrap(module)
     state = OrderedDict((name, value.clone()) for name, value in module.state_dict().items())
     module.load_state_dict(state, assign=True)
@@ -50,7 +50,7 @@ def replace_parameters(wrap: Callable) -> nn.Module:
 
 
 def add_layer(wrap: Callable) -> nn.Module:
-    module = net()
+    module = build_net()
     model = wrap(module)
     module.append(nn.Linear(2, 2))
     train(model)
@@ -58,13 +58,13 @@ def add_layer(wrap: Callable) -> nn.Module:
 
 
 def read_buffers_after_step(wrap: Callable) -> nn.Module:
-    module = net()
+    module = build_net()
     train(wrap(module))
     return module
 
 
 def skip_optimizer_step(wrap: Callable) -> nn.Module:
-    module = net()
+    module = build_net()
     model = wrap(module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -76,7 +76,7 @@ def skip_optimizer_step(wrap: Callable) -> nn.Module:
 
 
 def change_copy_on_one_rank(wrap: Callable) -> nn.Module:
-    copied = copy.deepcopy(wrap(net()))
+    copied = copy.deepcopy(wrap(build_net()))
     with torch.no_grad():
         copied.module[2].bias += dist.get_rank()
     train(copied)
@@ -84,9 +84,9 @@ def change_copy_on_one_rank(wrap: Callable) -> nn.Module:
 
 
 def replace_module(wrap: Callable) -> nn.Module:
-    model = wrap(net())
+    model = wrap(build_net())
     train(model)
-    model.module = net()
+    model.module = build_net()
     train(model)
     return model.module
 
@@ -100,7 +100,7 @@ def limit_norms_in_forward(wrap: Callable) -> nn.Module:
 
 
 def step_in_gradient_hooks(wrap: Callable, *, num_layers: int = 3) -> nn.Module:
-    module = net()[-num_layers:]
+    module = build_net()[-num_layers:]
     model = wrap(module)
     for parameter in module.parameters():
         optimizer = torch.optim.SGD([parameter], lr=0.1)
@@ -110,7 +110,7 @@ def step_in_gradient_hooks(wrap: Callable, *, num_layers: int = 3) -> nn.Module:
 
 
 def run_two_backward_passes(wrap: Callable, *, has_two_losses: bool = False) -> nn.Module:
-    module = net()
+    module = build_net()
     model = wrap(module)
     output = model(torch.randn(3, 5, generator=torch.Generator().manual_seed(dist.get_rank())))
     losses = output.square().mean(0) if has_two_losses else [output.square().mean()] * 2
@@ -121,7 +121,7 @@ def run_two_backward_passes(wrap: Callable, *, has_two_losses: bool = False) -> 
 
 
 def convert_after_wrapping(wrap: Callable) -> nn.Module:
-    module = net()
+    module = build_net()
     model = wrap(module).double()
     model(torch.eye(3, 5).double() * (1 + dist.get_rank())).square().mean().backward()
     torch.optim.SGD(module.parameters(), lr=0.1).step()
@@ -129,7 +129,7 @@ def convert_after_wrapping(wrap: Callable) -> nn.Module:
 
 
 def call_wrapped_module(wrap: Callable) -> nn.Module:
-    model = wrap(net())
+    model = wrap(build_net())
     train(model.module)
     return model.module
 
@@ -303,7 +303,7 @@ def use_buffers(operations: Sequence[str], wrapper: Callable) -> list[float]:
     return outputs
 
 
-def sequence_with_every_triple(operations: Sequence[str]) -> list[str]:
+def build_sequence_with_every_triple(operations: Sequence[str]) -> list[str]:
     """Return a de Bruijn sequence: each three operations follow each other once."""
     seen = set()
     sequence = [operations[0]] * 2
@@ -321,7 +321,10 @@ def sequence_with_every_triple(operations: Sequence[str]) -> list[str]:
 def compare_used_buffers() -> list[list[float]]:
     operations = ("step", "no backward pass", "no_sync", "no gradient")
     # A new model runs every sequence of two operations.
-    sequences = [*itertools.product(operations, repeat=2), sequence_with_every_triple(operations)]
+    sequences = [
+        *itertools.product(operations, repeat=2),
+        build_sequence_with_every_triple(operations),
+    ]
     outcomes = []
     for sequence in sequences:
         outcomes.append(use_buffers(sequence, DDP))
@@ -375,7 +378,7 @@ def average_into_memory_of_the_caller(
     keep: Callable, is_accumulated: bool, **options: bool
 ) -> tuple[list[float], list[float], list[str]]:
     """Return the memory that the caller kept of `.grad`, torch's gradients, and the warnings."""
-    model, twin = DDP(net(), **options), nn.parallel.DistributedDataParallel(net())
+    model, twin = DDP(build_net(), **options), nn.parallel.DistributedDataParallel(build_net())
     memory = keep(model)
     x = torch.full((3, 5), 1.0 + dist.get_rank())
     x[0] += 1
@@ -404,7 +407,7 @@ def average_into_all_memory_of_the_caller() -> list[tuple]:
 
 def move_gradients() -> list[str]:
     """Move `.grad` to memory without other references, and return the warnings."""
-    model = DDP(net())
+    model = DDP(build_net())
     x = torch.ones(3, 5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -86,7 +86,7 @@ def read_report(report):
     return passed, failed
 
 
-def outcomes(who, world, chosen, folder, tests=None, backend="gloo"):
+def run_tests(who, world, chosen, folder, tests=None, backend="gloo"):
     """Return the names of the tests that pass, and the messages of the others.
 
     Prints the result of each test as soon as it has ended.
@@ -120,8 +120,8 @@ def run_in_this_process(environment, arguments, folder):
 
 def compare(world, chosen, folder, *, num_tests, tests=None, backend="gloo"):
     """Compare the tests that pass with torch's class on gloo and with ours on a backend."""
-    theirs, _ = outcomes("torch", world, chosen, folder, tests)
-    ours, failed = outcomes("ddp", world, chosen, folder, tests, backend)
+    theirs, _ = run_tests("torch", world, chosen, folder, tests)
+    ours, failed = run_tests("ddp", world, chosen, folder, tests, backend)
     counts = f"{len(theirs)} pass with torch's DDP, {len(theirs & ours)} with both"
     print(f"{backend}, {world} ranks: {counts}", flush=True)
     for name in theirs - ours:

@@ -72,18 +72,18 @@ def set_torchrun_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "destroy_process_group", lambda *_: None)
 
 
-def net() -> nn.Sequential:
+def build_net() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 2))
 
 
-def dataset() -> TensorDataset:
+def build_dataset() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(ROWS, 5, generator=generator)
     return TensorDataset(x, torch.randn(ROWS, 2, generator=generator))
 
 
-def weights(module: nn.Module) -> list[list[float]]:
+def list_weights(module: nn.Module) -> list[list[float]]:
     # After a step, other ranks of torch's DDP have different buffers than rank 0.
     tensors = module.parameters() if dist.get_rank() else module.state_dict().values()
     return [tensor.tolist() for tensor in tensors]
@@ -100,9 +100,9 @@ def train_with_accelerate(use_torch: bool, precision: str, folder: str) -> list:
             accelerator = Accelerator(
                 cpu=True, gradient_accumulation_steps=ACCUMULATED, mixed_precision=precision
             )
-            module = net()
+            module = build_net()
             optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-            loader = DataLoader(dataset(), batch_size=2)
+            loader = DataLoader(build_dataset(), batch_size=2)
             model, optimizer, loader = accelerator.prepare(module, optimizer, loader)
             assert isinstance(model, nn.parallel.DistributedDataParallel)
             if epoch:
@@ -126,7 +126,7 @@ def train_with_accelerate(use_torch: bool, precision: str, folder: str) -> list:
             assert accelerator.unwrap_model(model) is module
             accelerator.save_state(folder)
     gradients = [p.grad.tolist() for p in module.parameters()]
-    return [weights(module), gradients, sorted(READ)]
+    return [list_weights(module), gradients, sorted(READ)]
 
 
 def train_with_lightning(use_torch: bool, precision: str, folder: str, is_manual: bool) -> list:
@@ -138,7 +138,7 @@ def train_with_lightning(use_torch: bool, precision: str, folder: str, is_manual
     class Learner(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = net()
+            self.net = build_net()
             self.automatic_optimization = not is_manual
 
         def training_step(self, batch, index):
@@ -166,7 +166,7 @@ def train_with_lightning(use_torch: bool, precision: str, folder: str, is_manual
     # The first backward pass of a static graph is synchronized in torch's DDP.
     is_static = is_manual
     rank = dist.get_rank()
-    x, y = (t.view(-1, 2, 2, t.shape[1])[:, rank].flatten(0, 1) for t in dataset().tensors)
+    x, y = (t.view(-1, 2, 2, t.shape[1])[:, rank].flatten(0, 1) for t in build_dataset().tensors)
     loader = DataLoader(TensorDataset(x, y), batch_size=2)
     path = f"{folder}/lightning.ckpt"
     automatic = {"accumulate_grad_batches": ACCUMULATED, "gradient_clip_val": MAX_NORM}
@@ -192,7 +192,7 @@ def train_with_lightning(use_torch: bool, precision: str, folder: str, is_manual
             learner = Learner()
             trainer.fit(learner, loader, ckpt_path=path if epoch else None)
             trainer.save_checkpoint(path)
-    return [weights(learner.net), [], sorted(READ)]
+    return [list_weights(learner.net), [], sorted(READ)]
 
 
 def train_with_transformers(use_torch: bool, precision: str, folder: str) -> list:
@@ -234,7 +234,7 @@ def train_with_transformers(use_torch: bool, precision: str, folder: str) -> lis
             trainer.train(resume_from_checkpoint=epoch > 0)
             assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
             dist.barrier()
-    return [weights(trainer.model), [], sorted(READ)]
+    return [list_weights(trainer.model), [], sorted(READ)]
 
 
 LOOPS = {

@@ -22,13 +22,13 @@ from worker_pool import run_on_shared_ranks, run_ranks
 MIB = 2**20
 
 
-def norm_net() -> nn.Sequential:
+def build_norm_net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
 
 
 def wrap_and_compare_state() -> list[list]:
     torch.manual_seed(dist.get_rank())
-    module = norm_net()
+    module = build_norm_net()
     module[1].running_mean += dist.get_rank()
     module[1].num_batches_tracked += dist.get_rank()
     module.register_buffer("mask", torch.rand(3) > 0.5)
@@ -54,7 +54,7 @@ def train_in_allocated_memory() -> None:
         allocated.append(torch.full((numel,), float("nan"), dtype=dtype))
         return allocated[-1]
 
-    model = DDP(norm_net(), 100 / MIB, allocate=allocate)
+    model = DDP(build_norm_net(), 100 / MIB, allocate=allocate)
     for keep in (False, True, True):
         model.zero_grad(set_to_none=not keep)
         model(torch.randn(4, 6)).square().mean().backward()
@@ -69,7 +69,7 @@ def test_gradients_are_views_of_allocated_memory() -> None:
     run_on_shared_ranks(train_in_allocated_memory, 2)
 
 
-def peak_memory(extra: bool) -> float:
+def measure_peak_memory(extra: bool) -> float:
     """Return the peak of allocated memory since before wrapping, in sets of gradients."""
     module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(32)))
     gradient_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
@@ -89,7 +89,7 @@ def peak_memory(extra: bool) -> float:
     return max(accumulate(changes)) / gradient_bytes
 
 
-def best_peak_memory(extra: bool) -> float:
+def measure_best_peak_memory(extra: bool) -> float:
     """Return the smallest peak of up to three runs.
 
     Under load, gloo's thread may still reference a bucket when the next step starts. The bucket
@@ -98,7 +98,7 @@ def best_peak_memory(extra: bool) -> float:
     best = math.inf
     for _ in range(3):
         peaks: list = [None] * dist.get_world_size()
-        dist.all_gather_object(peaks, peak_memory(extra))
+        dist.all_gather_object(peaks, measure_peak_memory(extra))
         best = min(best, max(peaks))
         if best < 1.1 + extra:
             break
@@ -108,11 +108,11 @@ def best_peak_memory(extra: bool) -> float:
 @pytest.mark.parametrize("extra", [False, True])
 def test_memory_is_parameters_and_one_set_of_gradients(extra: bool) -> None:
     # The remainder is one gradient of 32 before it is copied in, activations and flags.
-    for peak in run_on_shared_ranks(best_peak_memory, 2, extra):
+    for peak in run_on_shared_ranks(measure_best_peak_memory, 2, extra):
         assert 1 + extra <= peak < 1.1 + extra
 
 
-def ready_orders() -> tuple[list, list]:
+def list_ready_orders() -> tuple[list, list]:
     class Backwards(nn.Module):
         """A module that uses its layers in another order than it declares them."""
 
@@ -133,10 +133,10 @@ def ready_orders() -> tuple[list, list]:
 
 def test_buckets_follow_the_order_in_which_gradients_became_ready() -> None:
     declared, real = ["c.weight", "b.weight", "a.weight"], ["b.weight", "c.weight", "a.weight"]
-    assert run_on_shared_ranks(ready_orders, 2) == [[declared, real, real]] * 2
+    assert run_on_shared_ranks(list_ready_orders, 2) == [[declared, real, real]] * 2
 
 
-def bucket_lengths() -> tuple:
+def list_bucket_lengths() -> tuple:
     model = DDP(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(7))))
     listed = DDP(model.module, bucket_cap_mb_list=[100 / MIB, 150 / MIB])
     for _ in range(2):
@@ -153,7 +153,7 @@ def bucket_lengths() -> tuple:
 def test_bucket_sizes_follow_the_list() -> None:
     # The layers of 64 bytes do not fill buckets of 100 and 150 bytes.
     # By default the first of several buckets has at most 1 MiB, or one larger matrix.
-    assert run_on_shared_ranks(bucket_lengths, 2) == [([1, 2, 2, 2], [1, 5])] * 2
+    assert run_on_shared_ranks(list_bucket_lengths, 2) == [([1, 2, 2, 2], [1, 5])] * 2
 
 
 def train_with_several_forwards() -> bool:
@@ -161,7 +161,7 @@ def train_with_several_forwards() -> bool:
         return net(x[0]).sum() * net(x[1]).sum() + net(x[2]).square().sum()
 
     torch.manual_seed(1)
-    module = norm_net().double()
+    module = build_norm_net().double()
     module[1].eval()
     alone = copy.deepcopy(module)
     model = DDP(module, 100 / MIB)
@@ -202,7 +202,7 @@ def test_deleted_wrapper_averages_nothing() -> None:
     assert run_on_shared_ranks(wrap_again, 2) == [[1.0, 1.5, 2], [2.0, 1.5, 2]]
 
 
-def error_of(call: Callable[..., object], *args: Tensor) -> str:
+def get_error(call: Callable[..., object], *args: Tensor) -> str:
     try:
         call(*args)
     except RuntimeError as error:
@@ -222,8 +222,8 @@ def wrap_again_and_train(older: str) -> tuple[list[str], int]:
     alone(torch.full((1, 3), 1.5)).sum().backward()
     for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, expected.grad)
-    errors = [error_of(first, x)]
-    errors += [error_of(call) for call in (first.finish_gradient_synchronization, first.join_hook)]
+    errors = [get_error(first, x)]
+    errors += [get_error(call) for call in (first.finish_gradient_synchronization, first.join_hook)]
     with torch.no_grad():
         assert first(x).equal(first.module(x))
     return errors, len(first.meter.steps)
@@ -419,20 +419,20 @@ def train_all_compiled() -> dict[str, Any]:
 
 
 @cache
-def outcomes_of_compiled_models() -> list[dict[str, Any]]:
+def get_outcomes_of_compiled_models() -> list[dict[str, Any]]:
     """Return the outcomes of several tests, in which each rank imports the compiler once."""
     return run_ranks(train_all_compiled, 2, timeout=300)
 
 
 @pytest.mark.filterwarnings("default")
 def test_compiled_blocks_modules_and_wrappers_give_the_gradients_of_torch_ddp() -> None:
-    for rank in outcomes_of_compiled_models():
+    for rank in get_outcomes_of_compiled_models():
         assert rank["with torch"].keys() == {"blocks", "module", "wrapper", "overlap"}
 
 
 @pytest.mark.filterwarnings("default")
 def test_compiled_modules_are_one_graph_and_compiled_blocks_overlap_communication() -> None:
-    for rank in outcomes_of_compiled_models():
+    for rank in get_outcomes_of_compiled_models():
         # Equal blocks may have a common graph.
         assert 1 <= rank["with torch"]["blocks"][0] <= 2
         for part in ("module", "wrapper"):
@@ -448,7 +448,7 @@ def test_compiled_modules_are_one_graph_and_compiled_blocks_overlap_communicatio
 
 @pytest.mark.filterwarnings("default")
 def test_compiled_wrapper_uses_the_buffers_that_torch_ddp_uses() -> None:
-    first, second = outcomes_of_compiled_models()
+    first, second = get_outcomes_of_compiled_models()
     for rank in (first, second):
         assert rank["changed buffer"] == rank["of torch"]
     assert first["changed buffer"][:4] == second["changed buffer"][:4]
@@ -458,7 +458,7 @@ def test_compiled_wrapper_uses_the_buffers_that_torch_ddp_uses() -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_compiled_module_and_compiled_wrapper_train_like_one_process() -> None:
-    assert [rank["one process"] for rank in outcomes_of_compiled_models()] == [True, True]
+    assert [rank["one process"] for rank in get_outcomes_of_compiled_models()] == [True, True]
 
 
 @pytest.mark.exhaustive
@@ -469,7 +469,7 @@ def test_modules_with_compiled_backward_passes_train_like_one_process() -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_copy_of_a_compiled_wrapper_does_not_call_the_original() -> None:
-    assert [rank["copy"] for rank in outcomes_of_compiled_models()] == [True, True]
+    assert [rank["copy"] for rank in get_outcomes_of_compiled_models()] == [True, True]
 
 
 def test_importing_and_wrapping_do_not_import_the_compiler() -> None:

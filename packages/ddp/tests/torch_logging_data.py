@@ -23,7 +23,7 @@ _DURATIONS = (
 )
 
 
-def logging_data(replica: Replica, meter: Meter) -> dict[str, Any]:
+def collect_logging_data(replica: Replica, meter: Meter) -> dict[str, Any]:
     """Return options, bucket sizes and times in nanoseconds."""
     options = replica.options
     device = options.device
@@ -44,11 +44,11 @@ def logging_data(replica: Replica, meter: Meter) -> dict[str, Any]:
         data["comm_hook"] = getattr(replica.comm_hook.hook, "__qualname__", "")
     for name in _ENVIRONMENT:
         data[name.lower()] = os.environ.get(name, "N/A")
-    data |= _group_data(replica) | _bucket_data(replica)
-    return data | _time_data(replica.reducer.num_steps, meter)
+    data |= _collect_group_data(replica) | _collect_bucket_data(replica)
+    return data | _collect_time_data(replica.reducer.num_steps, meter)
 
 
-def _group_data(replica: Replica) -> dict[str, Any]:
+def _collect_group_data(replica: Replica) -> dict[str, Any]:
     data: dict[str, Any] = {
         "world_size": replica.group.world_size,
         "rank": replica.group.rank,
@@ -60,7 +60,7 @@ def _group_data(replica: Replica) -> dict[str, Any]:
     return data
 
 
-def _bucket_data(replica: Replica) -> dict[str, Any]:
+def _collect_bucket_data(replica: Replica) -> dict[str, Any]:
     trained = list(replica.tracked.trained.values())
     reducer = replica.reducer
     dtypes = {_DTYPE_NAMES.get(p.dtype, str(p.dtype).removeprefix("torch.")) for p in trained}
@@ -81,18 +81,18 @@ def _bucket_data(replica: Replica) -> dict[str, Any]:
     return data
 
 
-def _time_data(num_steps: int, meter: Meter) -> dict[str, Any]:
+def _collect_time_data(num_steps: int, meter: Meter) -> dict[str, Any]:
     if not num_steps:
         return {}
     records = list(meter.steps)
-    data: dict[str, Any] = {"iteration": num_steps - 1} | _step_times(records[-1])
+    data: dict[str, Any] = {"iteration": num_steps - 1} | _collect_step_times(records[-1])
     for name in _DURATIONS:
-        durations = [_step_times(record)[name] for record in records]
+        durations = [_collect_step_times(record)[name] for record in records]
         data[f"avg_{name}"] = sum(durations) // len(durations)
     return data
 
 
-def _step_times(record: StepRecord) -> dict[str, int]:
+def _collect_step_times(record: StepRecord) -> dict[str, int]:
     comm_start = min((bucket.sent for bucket in record.buckets), default=record.waiting[0])
     comm_end = max((bucket.done for bucket in record.buckets), default=record.waiting[0])
     forward_start = min((start for start, _ in record.forwards), default=record.backward[0])

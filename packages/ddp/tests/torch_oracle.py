@@ -37,7 +37,7 @@ def is_gpu(device):
     return type(device) is int or (isinstance(device, str) and device.startswith("cuda"))
 
 
-def on_cpu(function):
+def run_on_cpu(function):
     """Return the function with GPU devices replaced by the CPU."""
 
     @functools.wraps(function)
@@ -55,7 +55,7 @@ def to_cpu(to):
     @functools.wraps(to)
     def call(self, *args, **kwargs):
         args = tuple("cpu" if is_gpu(argument) else argument for argument in args)
-        return on_cpu(to)(self, *args, **kwargs)
+        return run_on_cpu(to)(self, *args, **kwargs)
 
     return call
 
@@ -65,7 +65,7 @@ for kind in (torch.Tensor, nn.Module):
     kind.to = to_cpu(kind.to)
 MAKERS = ["arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros"]
 for name in MAKERS:
-    setattr(torch, name, on_cpu(getattr(torch, name)))
+    setattr(torch, name, run_on_cpu(getattr(torch, name)))
 for name in ("set_device", "synchronize", "manual_seed"):
     setattr(torch.cuda, name, lambda *_, **__: None)
 torch.cuda.device_count = lambda: 8
@@ -74,7 +74,7 @@ init_device_mesh = device_mesh.init_device_mesh
 device_mesh.init_device_mesh = lambda _, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs)
 
 
-def instead_of_gloo(function, position):
+def replace_gloo(function, position):
     """Return the function with the `collectives` backend in place of gloo."""
 
     def call(*args, **kwargs):
@@ -91,8 +91,8 @@ if os.environ["ORACLE_BACKEND"] == "collectives":
     # Registers the backend. A static import would make ddp's tests depend on a sibling.
     importlib.import_module("collectives.backend")
     get_backend = dist.get_backend
-    dist.init_process_group = instead_of_gloo(dist.init_process_group, 0)
-    dist.new_group = instead_of_gloo(dist.new_group, 2)
+    dist.init_process_group = replace_gloo(dist.init_process_group, 0)
+    dist.new_group = replace_gloo(dist.new_group, 2)
     # The tests select their cases by the name of the backend.
     dist.get_backend = lambda group=None: get_backend(group).replace("collectives", "gloo")
 
@@ -136,7 +136,7 @@ def fork(self):
     self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
 
-def only_wanted(case):
+def keep_selected_tests(case):
     """Remove the unselected tests of a class; torch's class reads `__wrapped__` of each."""
     for name in dir(case):
         if name.startswith("test_") and not WANTED.search(name):
@@ -159,8 +159,10 @@ if folder := os.environ.get("TORCH_TESTS"):
         module.gpus_for_rank = lambda world: [[rank] for rank in range(world)]
     test_c10d_common.CommonDistributedDataParallelTest.world_size = property(lambda _: WORLD)
 
-    TestGloo = only_wanted(test_c10d_gloo.DistributedDataParallelTest)
-    TestOneProcess = only_wanted(test_c10d_spawn_gloo.DistributedDataParallelSingleProcessTest)
+    TestGloo = keep_selected_tests(test_c10d_gloo.DistributedDataParallelTest)
+    TestOneProcess = keep_selected_tests(
+        test_c10d_spawn_gloo.DistributedDataParallelSingleProcessTest
+    )
 else:
     from torch.testing._internal.distributed import distributed_test as torchs
 
@@ -180,4 +182,4 @@ else:
             super().setUp()
             fork(self)
 
-    only_wanted(TestTorchs)
+    keep_selected_tests(TestTorchs)

@@ -12,7 +12,7 @@ from ddp.consistency.buffers import gather_participating_ranks
 from ddp.consistency.model_agreement import BROADCAST_BYTES, broadcast_tensors
 from ddp.reducer import Reducer
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch_logging_data import logging_data
+from torch_logging_data import collect_logging_data
 
 TORCH_SET_IGNORED = staticmethod(
     torch.nn.parallel.distributed.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
@@ -84,7 +84,7 @@ class TestedDDP(DDP):
             raise ValueError(f"expected a sample rate >= 1, got {sample_rate}")
 
     def _get_ddp_logging_data(self):
-        data = logging_data(self._replica, self.meter)
+        data = collect_logging_data(self._replica, self.meter)
         data["join_uneven_inputs"] = self._has_joined
         if self._builtin_hook_name:
             data["comm_hook"] = self._builtin_hook_name

@@ -10,7 +10,7 @@ from flashattn2.spec import make_spec
 NAMES = ("output", "lse", "dq", "dk", "dv")
 
 
-def textbook(
+def compute_textbook_attention(
     q,
     k,
     v,
@@ -43,7 +43,7 @@ def textbook(
     return out, s.logsumexp(-1).masked_fill(blind[:, 0], -torch.inf)
 
 
-def results(run, tensors, dtype, grads, **options):
+def compute_results(run, tensors, dtype, grads, **options):
     """Return the output, log-sum-exp and gradients for some cotangents, in float64."""
     q, k, v = (x.to(dtype).requires_grad_() for x in tensors)
     out, lse = run(q, k, v, return_lse=True, **options)
@@ -70,7 +70,7 @@ def assert_as_good_as_plain(
     ten: over 14,400 draws the largest ratio was 5.9, and the largest median 1.8.
     """
     dtype, device = tensors[0].dtype, tensors[0].device
-    exactly, plainly = one_by_one(attention_reference), one_by_one(textbook)
+    exactly, plainly = one_by_one(attention_reference), one_by_one(compute_textbook_attention)
     ratios = {name: [] for name in NAMES}
     squares = {name: [] for name in NAMES}
     for draw in range(draws):
@@ -81,16 +81,16 @@ def assert_as_good_as_plain(
             torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1], device=device).to(dtype),
             torch.randn(lse_shape or tensors[0].shape[:-1], device=device),
         )
-        exact = results(exactly, tensors, torch.float64, grads, **options)
-        plain = results(plainly, tensors, dtype, grads, **options)
-        ours = results(run, tensors, dtype, grads, **options)
+        exact = compute_results(exactly, tensors, torch.float64, grads, **options)
+        plain = compute_results(plainly, tensors, dtype, grads, **options)
+        ours = compute_results(run, tensors, dtype, grads, **options)
         for name, e, p, o in zip(NAMES, exact, plain, ours, strict=True):
             errors = o - e, p - e
             squares[name].append([x.square().mean().item() for x in errors])
             float32_limit = 10 if tensors[0].shape[-2] == 1 else 5
             limit = float32_limit if dtype == torch.float32 else 2
-            _assert_at_most(limit, name, *map(_largest, errors), options)
-            ratios[name].append(_largest(errors[0]) / (_largest(errors[1]) or 1.0))
+            _assert_at_most(limit, name, *map(_get_largest, errors), options)
+            ratios[name].append(_get_largest(errors[0]) / (_get_largest(errors[1]) or 1.0))
     for name, of_draws in squares.items():
         ours, plain = (sqrt(mean(column)) for column in zip(*of_draws, strict=True))
         _assert_at_most(2, f"the root mean square of {name}", ours, plain, options)
@@ -104,5 +104,5 @@ def _assert_at_most(factor, name, ours, plain, options):
     assert ours <= factor * plain, message
 
 
-def _largest(x):
+def _get_largest(x):
     return x.abs().max().item()

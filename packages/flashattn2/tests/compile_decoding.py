@@ -12,7 +12,7 @@ FOUR, THREE = ("i64",) * 4, ("i64",) * 3
 SCORE = ("fp32", "fp32", "fp32", "i32", "i32")
 
 
-def jobs(paged, kind, dim):
+def iter_jobs(paged, kind, dim):
     """Yield the kernels, their argument types and their constants for a head dim."""
     table, cell = "*i32" if paged else "constexpr", f"*{kind}"
     # Packed queries are compiled for pages, and dense ones for a contiguous cache.
@@ -90,7 +90,7 @@ def compile_every(is_exhaustive):
                 continue
             # Products without matrix units take long to compile for a large head dim.
             dim = 32 if kind == "fp32" and not is_exhaustive else 128
-            for kernel, signature, values in jobs(paged, kind, dim):
+            for kernel, signature, values in iter_jobs(paged, kind, dim):
                 names = kernel.arg_names
                 constants = {(names.index(name),): value for name, value in values.items()}
                 for name in names:

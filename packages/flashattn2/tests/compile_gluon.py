@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import triton
-from compile_kernels import issued_flops, resources
+from compile_kernels import count_issued_flops, read_resources
 from flashattn2.hopper import backward, forward
 from flashattn2.kernels import row_sums
 from flashattn2.spec import AttentionSpec
@@ -82,7 +82,7 @@ def compile_job(job):
             if options["ATOMIC"]:
                 products = 5
             tile = options["RESIDENT"] * options["ROWS"]
-            code = facts_of(compiled, 2, products * tile * dim)
+            code = collect_facts(compiled, 2, products * tile * dim)
             yield {**job, **code, "scores_of_a_thread": tile // 256}
     else:
         forward.forward(q, k, v, spec)
@@ -91,35 +91,35 @@ def compile_job(job):
         loops = 3 if job["left"] else 2
         products = (loops + 1) * 2 * tile.consumers * forward.ROWS * tile.keys * dim
         # The code contains each consumer separately, issued by one warpgroup.
-        code = facts_of(LAUNCH.launched.pop()[0], 1, products)
+        code = collect_facts(LAUNCH.launched.pop()[0], 1, products)
         yield {**job, **code, **tile._asdict()}
 
 
-def facts_of(compiled, warpgroups, products):
+def collect_facts(compiled, warpgroups, products):
     """Return facts of one compiled kernel, whose products need `products` multiplications."""
     ptx, cubin = compiled.asm["ptx"], compiled.asm["cubin"]
     code = run(BIN / "cuobjdump", "-sass", cubin, ".cubin")
     return {
-        "work": issued_flops(ptx, 4 * warpgroups) / (2 * products),
+        "work": count_issued_flops(ptx, 4 * warpgroups) / (2 * products),
         "widths": sorted({int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k", ptx)}),
         "waits": sorted({int(n) for n in re.findall(r"wgmma\.wait_group\S* (\d+)", ptx)}),
         "waits_in_machine_code": sorted(
             {int(n, 16) for n in re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\w+)", code)}
         ),
         "local": len(re.findall(r"\b(?:LDL|STL)\b", code)),
-        "under_products": [*under_products(code)],
+        "under_products": [*count_exponentials_under_products(code)],
         "hand_over": sorted(int(n) for n in re.findall(r"setmaxnreg\S*\s+(\d+)", ptx)),
         "tma_loads": ptx.count("cp.async.bulk.tensor"),
-        "unguarded_arrivals": unguarded_arrivals(ptx),
-        "stores": [*stores(ptx)],
-        "exchanges": exchanges(ptx),
+        "unguarded_arrivals": list_unguarded_arrivals(ptx),
+        "stores": [*list_stores(ptx)],
+        "exchanges": list_exchanges(ptx),
         "shared_bytes": compiled.metadata.shared,
-        "warnings": warnings_of(ptx),
-        **resources(cubin),
+        "warnings": read_warnings(ptx),
+        **read_resources(cubin),
     }
 
 
-def unguarded_arrivals(ptx):
+def list_unguarded_arrivals(ptx):
     """Return the arrivals of one thread without a barrier of its warps since a product.
 
     `wgmma.wait_group` waits for the products of the warp that executes it: if one thread arrives
@@ -136,7 +136,7 @@ def unguarded_arrivals(ptx):
     return steps
 
 
-def stores(ptx):
+def list_stores(ptx):
     """Return the steps of O from registers to global memory in order, without repetitions.
 
     Every thread makes its writes visible to TMA, then all synchronize, then one issues the copy.
@@ -153,7 +153,7 @@ def stores(ptx):
         yield [kind for kind, _ in itertools.groupby(kinds[x] for x in steps)]
 
 
-def exchanges(ptx):
+def list_exchanges(ptx):
     """Return the steps of data that consumers write for TMA or a product, without repetitions.
 
     The steps are in the order of the code, from the first such write on.
@@ -171,7 +171,7 @@ def exchanges(ptx):
     return [kind for kind, _ in itertools.groupby(steps)]
 
 
-def under_products(code):
+def count_exponentials_under_products(code):
     """Return the exponentials between each wait for all products but one and the next wait for all.
 
     The softmax must be there in machine code as well, because ptxas moves instructions.  None of
@@ -198,7 +198,7 @@ def under_products(code):
                 raise RuntimeError(f"{name} {operands} writes to a product that runs")
 
 
-def warnings_of(ptx):
+def read_warnings(ptx):
     """Return the messages of ptxas, which Triton's cache stores beside the compiled kernels."""
     ptxas = get_ptxas(90)
     key = f"{ptxas.version} {FLAGS} {ptx}"

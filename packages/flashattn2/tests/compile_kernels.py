@@ -32,9 +32,9 @@ def compile_job(job):
     kernel, tile = KERNELS[job["kernel"]], configs.TileConfig(*job["tile"])
     meta = launch.Meta(
         job["dim"],
-        block_d(job),
+        round_up_head_dim(job),
         job["dim"],
-        block_d(job),
+        round_up_head_dim(job),
         tile.block_m,
         tile.block_n,
         job.get("left", False),
@@ -46,8 +46,8 @@ def compile_job(job):
         job["precision"],
         EXACT=job["kind"] == "ieee",
     )
-    signature = {name: types(job, meta)[name] for name in kernel.arg_names}
-    places = dict(leaves(tuple(signature.values())))
+    signature = {name: list_types(job, meta)[name] for name in kernel.arg_names}
+    places = dict(iter_leaves(tuple(signature.values())))
     # Constants are arguments that are None, sizes of 1, and compile-time constants.
     has_unit_sizes = job.get("of_one", False)
     sizes = kernel.arg_names.index("sizes")
@@ -70,17 +70,18 @@ def compile_job(job):
     ptx = compiled.asm["ptx"]
     return {
         **job,
-        "work": issued_flops(ptx, tile.num_warps) / (loops(meta) * flops_of_a_tile(job, tile)),
+        "work": count_issued_flops(ptx, tile.num_warps)
+        / (count_loops(meta) * count_tile_flops(job, tile)),
         "widths": sorted({int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k", ptx)}),
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"),
         "tma_loads": ptx.count("cp.async.bulk.tensor"),
         "shared_bytes": compiled.metadata.shared,
-        **resources(compiled.asm["cubin"]),
+        **read_resources(compiled.asm["cubin"]),
     }
 
 
-def issued_flops(ptx, num_warps):
+def count_issued_flops(ptx, num_warps):
     """Return the FLOPs of one execution of each matrix instruction by all warps of a program.
 
     A warpgroup of four warps issues a `wgmma`, and each warp an `mma.sync`.  If a product has fewer
@@ -95,23 +96,23 @@ def issued_flops(ptx, num_warps):
     )
 
 
-def flops_of_a_tile(job, tile):
+def count_tile_flops(job, tile):
     """Return the FLOPs that the algorithm needs for one tile of scores: two to four products."""
     products = {"forward": 2, "sums": 2, "dq": 3, "dkdv": 4}[job["kernel"]]
-    return products * 2 * tile.block_m * tile.block_n * block_d(job)
+    return products * 2 * tile.block_m * tile.block_n * round_up_head_dim(job)
 
 
-def loops(meta):
+def count_loops(meta):
     """Return how often a kernel contains the loop over tiles: see `flashattn2.kernels.forward`."""
     return 3 if meta.LEFT else 2
 
 
-def block_d(job):
+def round_up_head_dim(job):
     """Return the head dim rounded up to a power of two."""
     return triton.next_power_of_2(job["dim"])
 
 
-def types(job, meta):
+def list_types(job, meta):
     """Return the types of the arguments by name; "constexpr" for None and for constants."""
     operands = {"q": meta.BLOCK_M, "grad_out": meta.BLOCK_M, "k": meta.BLOCK_N, "v": meta.BLOCK_N}
     for name, block in operands.items():
@@ -136,16 +137,16 @@ def types(job, meta):
     }
 
 
-def leaves(types, at=()):
+def iter_leaves(types, at=()):
     """Yield each type that is not a tuple, with the indices that lead to it."""
     for index, kind in enumerate(types):
         if isinstance(kind, tuple):
-            yield from leaves(kind, (*at, index))
+            yield from iter_leaves(kind, (*at, index))
         else:
             yield (*at, index), kind
 
 
-def resources(cubin):
+def read_resources(cubin):
     """Return the registers per thread at launch and the bytes of stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

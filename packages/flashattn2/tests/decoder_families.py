@@ -64,7 +64,7 @@ class CannotBuildError(Exception):
     """Raised if a family cannot be built with these sizes, or if its eager model fails."""
 
 
-def tiny_config(family):
+def make_tiny_config(family):
     """Return the configuration of a family with tiny sizes."""
     kind = transformers.CONFIG_MAPPING[family]
     known = set(inspect.signature(kind.__init__).parameters)
@@ -81,7 +81,7 @@ def tiny_config(family):
 def build(family, implementation):
     """Return a model of the family with random weights; matrices are scaled by three."""
     torch.manual_seed(0)
-    config = tiny_config(family)
+    config = make_tiny_config(family)
     with torch.device("meta"):
         probe = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     size = sum(p.numel() for p in probe.parameters())
@@ -89,7 +89,7 @@ def build(family, implementation):
         raise CannotBuildError(f"{size} parameters")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
-        tiny_config(family), attn_implementation=implementation
+        make_tiny_config(family), attn_implementation=implementation
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -98,7 +98,7 @@ def build(family, implementation):
     return model.eval()
 
 
-def tokens(side="none"):
+def make_tokens(side="none"):
     """Return token ids with padding on one side or none, and a mask of the tokens."""
     ids = torch.randint(3, 90, (3, 23), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -109,18 +109,18 @@ def tokens(side="none"):
     return ids * mask, mask
 
 
-def logits(model, side="none"):
+def compute_logits(model, side="none"):
     """Return the logits of the tokens."""
-    ids, mask = tokens(side)
+    ids, mask = make_tokens(side)
     with torch.no_grad():
         if side == "none":
             return model(input_ids=ids).logits
         return model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
 
 
-def packed(model):
+def compute_packed_logits(model):
     """Return the logits of two documents in each row, recognized by their positions."""
-    ids, _ = tokens()
+    ids, _ = make_tokens()
     positions = torch.cat((torch.arange(9), torch.arange(14)))[None].expand(3, -1)
     with torch.no_grad():
         return model(input_ids=ids, position_ids=positions, use_cache=False).logits
@@ -128,14 +128,14 @@ def packed(model):
 
 def generate(model, **options):
     """Return the tokens that the model generates after left padding."""
-    ids, mask = tokens("left")
+    ids, mask = make_tokens("left")
     options = {"max_new_tokens": 6, "do_sample": False, "disable_compile": True, **options}
     return model.generate(ids, attention_mask=mask, eos_token_id=None, **options)
 
 
-def gradients(model, **checkpointing):
+def compute_gradients(model, **checkpointing):
     """Return the gradients of the parameters; only our model runs in checkpoints."""
-    ids, mask = tokens("right")
+    ids, mask = make_tokens("right")
     model.train()
     # Some routers draw random numbers in training.
     torch.manual_seed(0)
@@ -156,38 +156,38 @@ def gradients(model, **checkpointing):
             model.gradient_checkpointing_disable()
 
 
-def autocast(model):
+def compute_autocast_logits(model):
     """Return the logits under autocast."""
     with torch.autocast("cpu", torch.bfloat16):
-        return logits(model, "left").float()
+        return compute_logits(model, "left").float()
 
 
-def compiled(model):
+def compute_compiled_logits(model):
     """Return the logits of our model compiled, with graph breaks at attention."""
     if model.config._attn_implementation == "eager":
-        return logits(model, "left")
+        return compute_logits(model, "left")
     torch._dynamo.reset()
-    return logits(torch.compile(model, backend="eager"), "left")
+    return compute_logits(torch.compile(model, backend="eager"), "left")
 
 
 SCENARIOS = {
-    "no padding": logits,
-    "left padding": functools.partial(logits, side="left"),
-    "right padding": functools.partial(logits, side="right"),
-    "packed": packed,
+    "no padding": compute_logits,
+    "left padding": functools.partial(compute_logits, side="left"),
+    "right padding": functools.partial(compute_logits, side="right"),
+    "packed": compute_packed_logits,
     "generation": generate,
     "static cache": functools.partial(generate, cache_implementation="static"),
     "beam search": functools.partial(generate, num_beams=2),
-    "gradients": gradients,
-    "checkpoints": functools.partial(gradients, use_reentrant=False),
-    "reentrant checkpoints": functools.partial(gradients, use_reentrant=True),
-    "autocast": autocast,
-    "compiled": compiled,
+    "gradients": compute_gradients,
+    "checkpoints": functools.partial(compute_gradients, use_reentrant=False),
+    "reentrant checkpoints": functools.partial(compute_gradients, use_reentrant=True),
+    "autocast": compute_autocast_logits,
+    "compiled": compute_compiled_logits,
 }
 PADDING = ("no padding", "left padding", "right padding")
 
 
-def outcomes(family, scenarios):
+def run_scenarios(family, scenarios):
     """Return for each scenario "equal", or the messages of the refusal and of eager failures."""
     try:
         eager = build(family, "eager")

@@ -13,7 +13,7 @@ from types import FunctionType, SimpleNamespace
 import torch
 from flashattn2.hopper import backward, forward
 from flashattn2.kernels import tiles
-from gluon_schedules import after
+from gluon_schedules import advance_barrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # The names of the buffers that each kernel allocates, in order.
@@ -53,8 +53,8 @@ class Program:
         self.contents = {}
         self.traces = []
         self.names, self.versions = iter(NAMES[kernel].split()), itertools.count()
-        run = functions(self.language(index, programs), HOMES[kernel])[kernel]
-        run(*(as_seen(x, i) for i, x in enumerate(args)), **flags)
+        run = link_functions(self.language(index, programs), HOMES[kernel])[kernel]
+        run(*(convert_argument(x, i) for i, x in enumerate(args)), **flags)
 
     def language(self, index, programs):
         """Return the module that the kernel uses as its language."""
@@ -79,7 +79,7 @@ class Program:
             convert_layout=lambda x, _: x,
             bfloat16=torch.bfloat16,
             float16=torch.float16,
-            inline_asm_elementwise=rounded,
+            inline_asm_elementwise=round_as_assembly,
             static_range=range,
             float32=torch.float32,
             int32=torch.int32,
@@ -160,7 +160,7 @@ class Program:
     def change(self, barrier, arrivals, size):
         with self.lock:
             state = self.barriers[barrier.name]
-            self.barriers[barrier.name] = after(
+            self.barriers[barrier.name] = advance_barrier(
                 (state[0], state[1] + arrivals, state[2] + size), self.arrivals[barrier.name]
             )
             self.lock.notify_all()
@@ -304,7 +304,7 @@ class Pointer:
         self.base[self.offset[mask]] = value[mask]
 
 
-def rounded(assembly, constraints, args, dtype, is_pure, pack):
+def round_as_assembly(assembly, constraints, args, dtype, is_pure, pack):
     """Return the numbers as the only assembly of the kernels rounds them: two per instruction.
 
     The instruction writes its second operand to the lower half of the result.
@@ -315,14 +315,14 @@ def rounded(assembly, constraints, args, dtype, is_pure, pack):
     return args[0].to(dtype)
 
 
-def as_seen(x, index):
+def convert_argument(x, index):
     """Return an argument in the form that the kernel receives."""
     if isinstance(x, TensorDescriptor):
         return Descriptor(x, index)
     return Pointer(x.view(-1), 0) if torch.is_tensor(x) else x
 
 
-def functions(language, home):
+def link_functions(language, home):
     """Return the kernel's functions, linked to another language module."""
     shared, names = {**BELOW, "tl": language}, {**home, **vars(language), "gl": language}
     for space in (shared, names):

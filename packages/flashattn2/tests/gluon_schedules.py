@@ -43,7 +43,7 @@ def explore(traces, arrivals):
     known, waiting = {start}, [start]
     while waiting:
         state = waiting.pop()
-        moves = [*_moves(state, traces, bars, counts, buffers)]
+        moves = [*_iter_next_states(state, traces, bars, counts, buffers)]
         at, _, flying, _, readers = state
         if not moves:
             stuck = [t[i] for t, i in zip(traces, at, strict=True) if i < len(t)]
@@ -58,7 +58,7 @@ def explore(traces, arrivals):
     return len(known)
 
 
-def _moves(state, traces, bars, counts, buffers):
+def _iter_next_states(state, traces, bars, counts, buffers):
     """Yield every state that may follow."""
     at, barriers, flying, contents, readers = state
     for copy in flying:
@@ -67,9 +67,11 @@ def _moves(state, traces, bars, counts, buffers):
         parity, missing, open_bytes = barriers[i]
         yield (
             at,
-            _with(barriers, i, after((parity, missing, open_bytes - size), counts[i])),
+            _replace_item(
+                barriers, i, advance_barrier((parity, missing, open_bytes - size), counts[i])
+            ),
             flying - {copy},
-            _with(contents, buffers[buffer], content),
+            _replace_item(contents, buffers[buffer], content),
             readers,
         )
     for who, trace in enumerate(traces):
@@ -92,7 +94,7 @@ def _run(trace, who, state, bars, counts, buffers):
         if rest is None:
             return None
         i += 1
-        state = _with(state[0], who, i), *rest
+        state = _replace_item(state[0], who, i), *rest
         is_at_last = is_at_last and op[0] in AT_LAST
     return state
 
@@ -112,28 +114,30 @@ def _arrive(op, who, state, bars, counts, buffers):
     arriving, more = (1, op[2]) if op[0] == "expect" else (op[2], 0)
     if arriving > missing:
         raise RuntimeError(f"{op[1]} is arrived at once too often")
-    return _with(barriers, i, after((parity, missing - arriving, size + more), counts[i])), *others
+    return _replace_item(
+        barriers, i, advance_barrier((parity, missing - arriving, size + more), counts[i])
+    ), *others
 
 
 def _load(op, who, state, bars, counts, buffers):
     _, barriers, flying, contents, readers = state
-    _not_in_use(op[2], state, f"{op[3]} is loaded over it")
-    return barriers, flying | {op}, _with(contents, buffers[op[2]], None), readers
+    _require_unused(op[2], state, f"{op[3]} is loaded over it")
+    return barriers, flying | {op}, _replace_item(contents, buffers[op[2]], None), readers
 
 
-def _mma(op, who, state, bars, counts, buffers):
+def _issue_mma(op, who, state, bars, counts, buffers):
     _, barriers, flying, contents, readers = state
     for buffer, content in op[1]:
-        _holds(buffer, content, contents[buffers[buffer]])
+        _require_content(buffer, content, contents[buffers[buffer]])
     group = ("mma", *(buffer for buffer, _ in op[1]))
-    return barriers, flying, contents, _with(readers, who, (*readers[who], group))
+    return barriers, flying, contents, _replace_item(readers, who, (*readers[who], group))
 
 
 def _read(op, who, state, bars, counts, buffers):
     # A partition sees its own writes without a fence.
     content = state[3][buffers[op[1]]]
     is_own_write = content and content[:2] == ("hidden", who)
-    _holds(op[1], op[2], content[2] if is_own_write else content)
+    _require_content(op[1], op[2], content[2] if is_own_write else content)
     return state[1:]
 
 
@@ -143,13 +147,13 @@ def _retire(op, who, state, bars, counts, buffers):
     products = [i for i, group in enumerate(groups) if group[0] == "mma"]
     running = products[-op[1] or len(groups) :]
     remaining = tuple(g for i, g in enumerate(groups) if g[0] == "send" or i in running)
-    return barriers, flying, contents, _with(readers, who, remaining)
+    return barriers, flying, contents, _replace_item(readers, who, remaining)
 
 
 def _write(op, who, state, bars, counts, buffers):
     _, barriers, flying, contents, readers = state
-    _not_in_use(op[1], state, "it is written to")
-    contents = _with(contents, buffers[op[1]], ("hidden", who, op[2]))
+    _require_unused(op[1], state, "it is written to")
+    contents = _replace_item(contents, buffers[op[1]], ("hidden", who, op[2]))
     return barriers, flying, contents, readers
 
 
@@ -163,13 +167,13 @@ def _send(op, who, state, bars, counts, buffers):
     _, barriers, flying, contents, readers = state
     if contents[buffers[op[1]]][0] != "made":
         raise RuntimeError(f"{op[1]} is sent without a fence after the write")
-    return barriers, flying, contents, _with(readers, who, (*readers[who], ("send", op[1])))
+    return barriers, flying, contents, _replace_item(readers, who, (*readers[who], ("send", op[1])))
 
 
-def _sent(op, who, state, bars, counts, buffers):
+def _complete_sending(op, who, state, bars, counts, buffers):
     _, barriers, flying, contents, readers = state
     remaining = tuple(group for group in readers[who] if group[0] == "mma")
-    return barriers, flying, contents, _with(readers, who, remaining)
+    return barriers, flying, contents, _replace_item(readers, who, remaining)
 
 
 STEPS = {
@@ -177,22 +181,22 @@ STEPS = {
     "expect": _arrive,
     "arrive": _arrive,
     "load": _load,
-    "mma": _mma,
+    "mma": _issue_mma,
     "read": _read,
     "retire": _retire,
     "write": _write,
     "fence": _fence,
     "send": _send,
-    "sent": _sent,
+    "sent": _complete_sending,
 }
 
 
-def _holds(buffer, content, actual):
+def _require_content(buffer, content, actual):
     if actual != content:
         raise RuntimeError(f"{buffer} is read for {content} while it holds {actual}")
 
 
-def _not_in_use(buffer, state, what):
+def _require_unused(buffer, state, what):
     _, _, flying, _, readers = state
     if any(buffer in group[1:] for groups in readers for group in groups):
         raise RuntimeError(f"{buffer} is still being read when {what}")
@@ -200,11 +204,11 @@ def _not_in_use(buffer, state, what):
         raise RuntimeError(f"{buffer} is still being loaded when {what}")
 
 
-def _with(items, i, item):
+def _replace_item(items, i, item):
     return (*items[:i], item, *items[i + 1 :])
 
 
-def after(state, count):
+def advance_barrier(state, count):
     """Return a barrier's parity, missing arrivals and bytes after its phase may have ended."""
     parity, missing, size = state
     return (parity ^ 1, count, 0) if missing == 0 and size == 0 else state

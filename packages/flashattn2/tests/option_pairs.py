@@ -26,7 +26,7 @@ OPTIONS = {
 }
 
 
-def pairwise(options):
+def choose_pairs(options):
     """Return a short list of choices that contains every pair of values of two options."""
     missing = {
         frozenset(((a, x), (b, y)))
@@ -49,11 +49,11 @@ def pairwise(options):
     return rows
 
 
-def cases_of_pairs(options):
+def list_cases_of_pairs(options):
     """Return the cases of `pairwise`; the usual tests run those with a new value of an option."""
     seen = set()
     cases = []
-    for case in pairwise(options):
+    for case in choose_pairs(options):
         values = {(option, str(value)) for option, value in case.items()}
         marks = [pytest.mark.exhaustive] if values <= seen else []
         seen |= values
@@ -61,12 +61,12 @@ def cases_of_pairs(options):
     return cases
 
 
-def sinks(requested, shape):
+def make_sinks(requested, shape):
     """Return one sink per head, some above every score and some below."""
     return {"sinks": torch.randn(SHAPES[shape][1]) * 2} if requested else {}
 
 
-def tensors(shape, dim, dtype=torch.float32):
+def draw_tensors(shape, dim, dtype=torch.float32):
     batch, heads, kv_heads, seq_q, seq_k = SHAPES[shape]
     dim, v_dim = dim if isinstance(dim, tuple) else (dim, dim)
     q = torch.randn(batch, heads, seq_q, dim)

@@ -3,7 +3,7 @@
 import random
 
 import torch
-from against_float64 import textbook
+from against_float64 import compute_textbook_attention
 from flashattn2 import flash_attention, flash_attention_varlen, flash_attention_with_kvcache
 
 DTYPES = (torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +54,7 @@ def draw(seed, kernels):
     return case, options
 
 
-def tensors(case):
+def draw_tensors(case):
     """Return leaves in the case's dtype: q, k, v `(batch, heads, seq, dim)` and sinks or None."""
     torch.manual_seed(case["seed"])
     heads, batch = case["kv_heads"] * case["group"], case["batch"]
@@ -70,13 +70,13 @@ def tensors(case):
         (batch, heads, seq_q, case["v_dim"]),
     )
     inputs = [
-        laid_out(torch.randn(shape).to(case["dtype"]), layout)
+        lay_out(torch.randn(shape).to(case["dtype"]), layout)
         for shape, layout in zip(shapes, case["layouts"], strict=True)
     ]
     return *inputs, torch.randn(heads) * 2 if case["sinks"] else None
 
 
-def laid_out(x, layout):
+def lay_out(x, layout):
     """Return the same values with other strides."""
     if layout == "sequence first":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -87,7 +87,7 @@ def laid_out(x, layout):
     return x
 
 
-def differentiated(run, case, options, leaves, dtype):
+def differentiate(run, case, options, leaves, dtype):
     """Return the output, log-sum-exp and gradients that the case requests."""
     q, k, v, grad, sinks = (None if x is None else x.detach().to(dtype) for x in leaves)
     wanted = [
@@ -108,7 +108,7 @@ def differentiated(run, case, options, leaves, dtype):
     return [x.detach().double().nan_to_num(neginf=0.0) for x in (out, lse, *zeros)]
 
 
-def ours(case):
+def run_ours(case):
     """Call the public function of the case."""
     fixed = {
         "backend": case["backend"], "return_lse": True,
@@ -128,12 +128,12 @@ def ours(case):
     return run
 
 
-def plainly(case):
+def compute_plainly(case):
     """Compute plain attention for each packed sequence separately."""
 
     def attend_dense(q, k, v, **options):
         spec = {name: options[name] for name in ("scale", "softcap", "is_causal", "window")}
-        return textbook(q, k, v, **spec, sinks=options["sinks"])
+        return compute_textbook_attention(q, k, v, **spec, sinks=options["sinks"])
 
     def run(q, k, v, **options):
         if case["kind"] != "packed":
@@ -154,19 +154,19 @@ def plainly(case):
 
 def check(case, options):
     """Assert that errors are at most four times plain PyTorch's, plus a few roundings."""
-    leaves = tensors(case)
+    leaves = draw_tensors(case)
     if case["kind"] == "decode":
         return check_decode(case, options, leaves)
-    exact = differentiated(plainly(case), case, options, leaves, torch.float64)
-    plain = differentiated(plainly(case), case, options, leaves, case["dtype"])
+    exact = differentiate(compute_plainly(case), case, options, leaves, torch.float64)
+    plain = differentiate(compute_plainly(case), case, options, leaves, case["dtype"])
     arguments = [
-        None if x is None else laid_out(x, layout)
+        None if x is None else lay_out(x, layout)
         for x, layout in zip(leaves, (*case["layouts"], ""), strict=True)
     ]
     assert_close(
         case,
         options,
-        differentiated(ours(case), case, options, arguments, case["dtype"]),
+        differentiate(run_ours(case), case, options, arguments, case["dtype"]),
         plain,
         exact,
     )
@@ -221,7 +221,7 @@ def check_decode(case, options, leaves):
         results = [
             [
                 x.double().nan_to_num(neginf=0.0)
-                for x in textbook(
+                for x in compute_textbook_attention(
                     *(x.to(dtype) for x in sequence),
                     **options,
                     sinks=None if sinks is None else sinks.to(dtype),

@@ -33,7 +33,7 @@ judged = set()
 calls = 0
 
 
-def attention(
+def call_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
     """Call our function, or torch's if ours does not apply."""
@@ -70,21 +70,21 @@ def count(request):
 
 
 if os.environ["ORACLE"] == "flashattn2":
-    F.scaled_dot_product_attention = attention
+    F.scaled_dot_product_attention = call_attention
 
 module = ModuleType("theirs")
 sys.modules["theirs"] = module
 instantiate = device_types.instantiate_device_type_tests
 
 
-def on_the_cpu(case, scope, *_, **__):
+def instantiate_on_cpu(case, scope, *_, **__):
     if case.__name__ in CLASSES:
         instantiate(case, scope, only_for="cpu")
     else:
         del scope[case.__name__]
 
 
-device_types.instantiate_device_type_tests = on_the_cpu
+device_types.instantiate_device_type_tests = instantiate_on_cpu
 exec(compile(FILE.read_text(), FILE, "exec"), vars(module))
 cases = {
     name: case

@@ -43,14 +43,14 @@ SAMPLE = {
 }
 
 
-def exhaustive():
+def list_exhaustive():
     """Return each tile with each of `OPTIONS`, on the architectures that it serves."""
     for key, tiles in configs.TILES.items():
         for block_d in tiles:
             for options in OPTIONS:
                 if can_occur(key[0], block_d, options):
-                    for tile in serving(key, block_d, options):
-                        yield from jobs(key, block_d, tile, options)
+                    for tile in list_serving_tiles(key, block_d, options):
+                        yield from iter_jobs(key, block_d, tile, options)
 
 
 def sample():
@@ -58,17 +58,19 @@ def sample():
     for path_and_kind, (block_d, arch, options, kernels) in SAMPLE.items():
         for kernel in kernels:
             key = *path_and_kind, kernel
-            tile = serving(key, block_d, options)[-1]
-            yield from (job for job in jobs(key, block_d, tile, options) if job["arch"] == arch)
+            tile = list_serving_tiles(key, block_d, options)[-1]
+            yield from (
+                job for job in iter_jobs(key, block_d, tile, options) if job["arch"] == arch
+            )
 
 
-def sizes_of_one():
+def list_sizes_of_one():
     """Return launches whose sizes are all 1, such as one head or one row, with small tiles.
 
     Triton compiles these sizes as constants.
     """
     for kernel in KERNELS:
-        for job in jobs(("pointers", "ieee", kernel), 16, (16, 16, 4, 1), PACKED):
+        for job in iter_jobs(("pointers", "ieee", kernel), 16, (16, 16, 4, 1), PACKED):
             if job["arch"] == 90:
                 yield {**job, "of_one": True}
 
@@ -80,7 +82,7 @@ def can_occur(path, block_d, options):
     return block_d > 16 or not options.get("narrow")
 
 
-def serving(key, block_d, options):
+def list_serving_tiles(key, block_d, options):
     """Return the tiles for these options; a launch planned with splits may have one part."""
     rich = bool(options.get("left") or options.get("softcap"))
     kinds = (True, rich)
@@ -93,7 +95,7 @@ def serving(key, block_d, options):
     return [tile for tile in tiles if tile is not None]
 
 
-def jobs(key, block_d, tile, options):
+def iter_jobs(key, block_d, tile, options):
     """Yield the jobs of `compile_kernels.py`, one per architecture."""
     path, kind, kernel = key
     options, half = dict(options), kind == "half"

@@ -76,11 +76,11 @@ BACK_SAMPLE = [{**SAMPLE[0], "deterministic": False}]
 def facts(request):
     """Return the facts of all kernels, compiled by one process, or by two if there are many."""
     if request.param == "sample":
-        tiles = [*shipped.sample(), REPEATS_PRODUCTS, *shipped.sizes_of_one()]
+        tiles = [*shipped.sample(), REPEATS_PRODUCTS, *shipped.list_sizes_of_one()]
         gluon = SAMPLE + BACK_SAMPLE
         every = compiled({"tiles": tiles, "decoding": False, "gluon": gluon})
     else:
-        tiles = [*shipped.exhaustive(), REPEATS_PRODUCTS, *shipped.sizes_of_one()]
+        tiles = [*shipped.list_exhaustive(), REPEATS_PRODUCTS, *shipped.list_sizes_of_one()]
         gluon = ALL + BACK
         halves = {"tiles": tiles[::2], "decoding": True}, {"tiles": tiles[1::2], "gluon": gluon}
         with ThreadPoolExecutor(2) as pool:
@@ -164,7 +164,7 @@ def test_tiles_of_ampere_pass_the_gates_of_other_architectures(arch):
             kernel, "ieee", 2, dim, ("pointers",), 99 * 1024, bool(options)
         )
         key = "pointers", "half", kernel
-        (job,) = shipped.jobs(key, dim, dataclasses.astuple(tile), options)
+        (job,) = shipped.iter_jobs(key, dim, dataclasses.astuple(tile), options)
         jobs.append({**job, "arch": arch})
     results = compiled({"tiles": jobs})["tiles"]
     assert len(results) == len(jobs)

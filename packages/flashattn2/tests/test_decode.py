@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 
-def paged(cache, page_size, spare=3):
+def shuffle_into_pages(cache, page_size, spare=3):
     """Return the same rows in shuffled pages, and their block table."""
     batch, heads, capacity, dim = cache.shape
     num_pages = -(-capacity // page_size)
@@ -34,7 +34,7 @@ def paged(cache, page_size, spare=3):
     return pages, table
 
 
-def expected(q, k, v, lengths, **options):
+def compute_expected(q, k, v, lengths, **options):
     parts = [
         attention_reference(
             q[b : b + 1], k[b : b + 1, :, :n], v[b : b + 1, :, :n], return_lse=True, **options
@@ -50,7 +50,7 @@ def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, devic
     batch, capacity = len(lengths), max(lengths) + new + 5
     q = torch.randn(batch, heads, seq_q, dims[0]).to(dtype)
     k, v = (torch.randn(batch, kv_heads, capacity, d).to(dtype) for d in dims)
-    truth = expected(
+    truth = compute_expected(
         *(x.double() for x in (q, k, v)),
         [n + new for n in lengths],
         **{name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()},
@@ -61,9 +61,9 @@ def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, devic
     table = None
     if page_size:
         torch.manual_seed(1)
-        k, table = paged(k, page_size)
+        k, table = shuffle_into_pages(k, page_size)
         torch.manual_seed(1)
-        v, _ = paged(v, page_size)
+        v, _ = shuffle_into_pages(v, page_size)
     with faked_device(device) as faked:
         tensors = (q, k, v, *(appended if new else ()))
         out, lse = flash_attention_with_kvcache(
@@ -105,7 +105,7 @@ KERNEL_OPTIONS = {
 }
 
 
-def cases_of_the_kernel():
+def list_kernel_cases():
     """Return the cases of the kernel; the usual tests run each of `KERNEL_OPTIONS` once."""
     usual = [
         (1, None, torch.float32, "none"),
@@ -117,7 +117,7 @@ def cases_of_the_kernel():
     return [pytest.param(*c, marks=[] if c in usual else [pytest.mark.exhaustive]) for c in every]
 
 
-@pytest.mark.parametrize(("splits", "page_size", "dtype", "name"), cases_of_the_kernel(), ids=str)
+@pytest.mark.parametrize(("splits", "page_size", "dtype", "name"), list_kernel_cases(), ids=str)
 def test_decode_kernel_equals_the_reference(interpreter, splits, page_size, dtype, name):
     interpreter(splits=splits)
     options = KERNEL_OPTIONS[name]
@@ -176,7 +176,7 @@ def test_autocast_does_not_make_other_dtypes_match():
                 flash_attention_with_kvcache(q, k.to(dtype), k.to(dtype), cache_seqlens=9)
 
 
-def pages_of_four():
+def make_pages_of_four():
     """Return six pages of four rows, and queries and new rows of two sequences."""
     k, v = torch.randn(2, 6, 2, 4, 16)
     return torch.randn(2, 4, 1, 16), k, v, torch.randn(2, 2, 1, 16)
@@ -263,7 +263,7 @@ def test_compiled_caches_in_separate_memory_are_right_for_all_storage_offsets():
         assert torch.equal(kv, expected)
 
 
-def backends_compilers_and_calls():
+def list_backends_compilers_and_calls():
     """Return the cases of wrong caches; the usual tests compile one call per backend."""
     usual = [("auto", "aot_eager", True), ("triton", "aot_eager", False)]
     every = itertools.product(("auto", "triton"), (None, "aot_eager", "inductor"), (False, True))
@@ -273,12 +273,12 @@ def backends_compilers_and_calls():
     ]
 
 
-@pytest.mark.parametrize(("backend", "compiler", "appends"), backends_compilers_and_calls())
+@pytest.mark.parametrize(("backend", "compiler", "appends"), list_backends_compilers_and_calls())
 def test_wrong_pages_and_lengths_are_refused_and_write_nothing(
     interpreter, backend, compiler, appends
 ):
     """One compiled graph serves all wrong caches, because only values differ."""
-    q, k, v, new = pages_of_four()
+    q, k, v, new = make_pages_of_four()
     before = k.clone(), v.clone()
 
     def run(q, k, v, new, lengths, table):
@@ -303,7 +303,7 @@ def test_wrong_pages_and_lengths_are_refused_and_write_nothing(
 
 @pytest.mark.parametrize("length", [-2, -1, 0, 4])
 def test_more_new_keys_than_the_capacity_are_refused_for_every_length(length):
-    q, k, v, _ = pages_of_four()
+    q, k, v, _ = make_pages_of_four()
     before, new = k.clone(), torch.randn(2, 2, 6, 16)
     lengths, table = torch.tensor([[length, length], [4, 0]], dtype=torch.int32)
     with pytest.raises(ValueError, match=rf"cache_seqlens must be .* got length {length}"):
@@ -315,7 +315,7 @@ def test_more_new_keys_than_the_capacity_are_refused_for_every_length(length):
 
 @pytest.mark.parametrize(("table", "lengths"), WRONG_CACHES.values(), ids=WRONG_CACHES)
 def test_the_assertion_for_gpus_finds_wrong_pages_and_lengths(table, lengths):
-    _, k, _, _ = pages_of_four()
+    _, k, _, _ = make_pages_of_four()
     good = torch.tensor([[4, 1], [0, -1]], dtype=torch.int32)
     check_values(torch.tensor([7, 3], dtype=torch.int32), 1, k, good, False, True, True)
     table, lengths = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
@@ -328,7 +328,7 @@ def test_without_assertions_the_kernels_write_nothing_and_return_nan(interpreter
     """Device-side assertions may be compiled out on a GPU."""
     from flashattn2.kernels import decode
 
-    q, k, v, new = pages_of_four()
+    q, k, v, new = make_pages_of_four()
     table, lengths = (torch.tensor(x, dtype=torch.int32) for x in (table, lengths))
     spec = make_spec(16, False, None, None, None)
     out, lse = decode.decode(q, k, v, lengths, table, None, spec, 0)
@@ -360,7 +360,7 @@ def test_without_assertions_the_kernels_write_nothing_and_return_nan(interpreter
 )
 def test_unused_pages_may_have_any_number(interpreter, backend, compiled):
     """Entries of the block table after a sequence may be -1."""
-    q, k, v, new = pages_of_four()
+    q, k, v, new = make_pages_of_four()
     before = k.clone()
     table = torch.tensor([[3, 2, -1], [5, -1, 99]], dtype=torch.int32)
     lengths = torch.tensor([5, 3], dtype=torch.int32)
@@ -378,7 +378,7 @@ def test_unused_pages_may_have_any_number(interpreter, backend, compiled):
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_strides_of_tables_and_lengths_do_not_change_the_result(interpreter, backend):
-    q, k, v, new = pages_of_four()
+    q, k, v, new = make_pages_of_four()
     table = torch.tensor([[3, 2], [5, 0]], dtype=torch.int32)
     lengths = torch.tensor([5, 5], dtype=torch.int32)
     expected = None
@@ -495,7 +495,7 @@ def test_devices_without_triton_run_the_fallback(dtype):
 
 
 def test_values_are_checked_on_devices_without_triton():
-    q, k, v, new = pages_of_four()
+    q, k, v, new = make_pages_of_four()
     with faked_device("cuda") as faked:
         for table, lengths in WRONG_CACHES.values():
             wrong = (torch.tensor(x, dtype=torch.int32) for x in (lengths, table))
@@ -531,7 +531,7 @@ def test_shapes_of_a_cache_on_the_meta_device():
 def test_opcheck_of_both_operators(interpreter, backend):
     q = torch.randn(2, 4, 3, 16)
     new = torch.randn(2, 2, 2, 16)
-    cache, table = paged(torch.randn(2, 2, 12, 16), 4)
+    cache, table = shuffle_into_pages(torch.randn(2, 2, 12, 16), 4)
     cache = cache.nan_to_num()
     lengths = torch.tensor([9, 5], dtype=torch.int32)
     scalars = (0.25, -1, 0, 0.0, backend, 2, True, True)
@@ -747,7 +747,7 @@ def test_new_keys_in_a_cache_with_overlapping_rows_are_refused(strides, index):
     assert not memory.any()
 
 
-def pages_dtypes_and_backends():
+def list_pages_dtypes_and_backends():
     """Return the cases of chunks; the usual tests run each page size, and each dtype twice."""
     usual = [
         (1, 1, torch.float32, "auto"),
@@ -764,7 +764,7 @@ def pages_dtypes_and_backends():
 
 
 @pytest.mark.parametrize(
-    ("page_size", "seq_q", "dtype", "backend"), pages_dtypes_and_backends(), ids=str
+    ("page_size", "seq_q", "dtype", "backend"), list_pages_dtypes_and_backends(), ids=str
 )
 def test_pages_are_copied_in_chunks(monkeypatch, page_size, seq_q, dtype, backend):
     """The lengths are around the ends of chunks, which have 32 rows or fewer."""

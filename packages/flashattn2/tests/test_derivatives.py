@@ -20,12 +20,12 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(tiled, "TILE", 4)
 
 
-def inputs(seq_q=7, seq_k=6):
+def draw_inputs(seq_q=7, seq_k=6):
     shapes = ((1, 2, seq_q, 3), (1, 1, seq_k, 3), (1, 1, seq_k, 3))
     return [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
 
 
-def attention(options, backend="torch"):
+def build_attention(options, backend="torch"):
     def run(q, k, v):
         out, lse = flash_attention(q, k, v, return_lse=True, backend=backend, **options)
         # A row that sees no key has a log-sum-exp of -inf, of which no difference can be taken.
@@ -41,24 +41,24 @@ FAST_MODES = [True, pytest.param(False, marks=pytest.mark.exhaustive)]
 @pytest.mark.parametrize("fast_mode", FAST_MODES)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradcheck(options, fast_mode):
-    assert gradcheck(attention(options), inputs(), fast_mode=fast_mode)
+    assert gradcheck(build_attention(options), draw_inputs(), fast_mode=fast_mode)
 
 
 @pytest.mark.parametrize("fast_mode", FAST_MODES)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_gradgradcheck(options, fast_mode):
-    assert gradgradcheck(attention(options), inputs(), fast_mode=fast_mode)
+    assert gradgradcheck(build_attention(options), draw_inputs(), fast_mode=fast_mode)
 
 
 def test_aten_backend_has_the_same_derivatives():
-    run = attention({"is_causal": True}, "aten")
-    assert gradcheck(run, inputs(6, 6), fast_mode=True)
-    assert gradgradcheck(run, inputs(6, 6), fast_mode=True)
+    run = build_attention({"is_causal": True}, "aten")
+    assert gradcheck(run, draw_inputs(6, 6), fast_mode=True)
+    assert gradgradcheck(run, draw_inputs(6, 6), fast_mode=True)
 
 
 @pytest.mark.parametrize("backend", ["torch", "aten"])
 def test_torch_func_differentiates_in_reverse_mode(backend):
-    q, k, v = inputs(6, 6)
+    q, k, v = draw_inputs(6, 6)
 
     def loss(attend):
         return lambda q, k, v: attend(q, k, v, is_causal=True).square().sum()

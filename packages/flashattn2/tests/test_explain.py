@@ -10,7 +10,7 @@ from flashattn2.kernels import forward as kernels
 from flashattn2.spec import AttentionSpec
 
 
-def q(dim=16, dtype=torch.float32, seq=8):
+def draw_queries(dim=16, dtype=torch.float32, seq=8):
     return torch.randn(1, 2, seq, dim, dtype=dtype)
 
 
@@ -21,8 +21,12 @@ def q(dim=16, dtype=torch.float32, seq=8):
         ({"is_causal": True}, "aten", "aten is the preferred backend on cpu"),
         ({"window": 3}, "torch", "it has a window"),
         ({"softcap": 2.0}, "torch", "it has a softcap"),
-        ({"k": q(seq=5), "v": q(seq=5), "is_causal": True}, "torch", "seq_q 8 and seq_k 5"),
-        ({"k": q(seq=5), "v": q(seq=5)}, "aten", "preferred"),
+        (
+            {"k": draw_queries(seq=5), "v": draw_queries(seq=5), "is_causal": True},
+            "torch",
+            "seq_q 8 and seq_k 5",
+        ),
+        ({"k": draw_queries(seq=5), "v": draw_queries(seq=5)}, "aten", "preferred"),
         ({"backend": "torch"}, "torch", 'backend="torch" was requested'),
         ({"backend": "triton"}, "triton", 'backend="triton" was requested'),
     ],
@@ -30,7 +34,7 @@ def q(dim=16, dtype=torch.float32, seq=8):
 def test_explanation_names_the_backend_that_runs(
     interpreter, monkeypatch, arguments, backend, reason
 ):
-    x = q()
+    x = draw_queries()
     arguments = {"q": x, "k": x, "v": x, **arguments}
     explanation = explain(**arguments)
     assert explanation.backend == backend
@@ -48,7 +52,7 @@ def test_explanation_names_the_backend_that_runs(
 
 
 def test_autocast_and_packed_input_are_explained_as_they_run(interpreter):
-    x, packed = q(dim=64), torch.randn(9, 2, 16)
+    x, packed = draw_queries(dim=64), torch.randn(9, 2, 16)
     cu = torch.tensor([0, 4, 9], dtype=torch.int32)
     with torch.autocast("cpu", torch.bfloat16):
         half = explain(x, x, x, backend="triton")
@@ -60,7 +64,9 @@ def test_autocast_and_packed_input_are_explained_as_they_run(interpreter):
 
 def test_precision_follows_the_setting_of_torch():
     def chosen():
-        method, _ = select_backend(q(), q(), q(), AttentionSpec(1.0))
+        method, _ = select_backend(
+            draw_queries(), draw_queries(), draw_queries(), AttentionSpec(1.0)
+        )
         return method.precision
 
     assert chosen() == "ieee"
@@ -84,7 +90,7 @@ def test_precision_follows_the_setting_of_torch():
 def test_left_window_softcap_or_splits_select_the_rich_tile(monkeypatch, spec, seq, table):
     gpu = launch.Device(227 * 1024, 132, uses_tma=True)
     monkeypatch.setattr(launch, "get_device", lambda _: gpu)
-    x = q(dim=64, dtype=torch.float16, seq=seq)
+    x = draw_queries(dim=64, dtype=torch.float16, seq=seq)
     plan = launch.plan_launch("dkdv", "ieee", spec, x, x, x, packed=False)
     assert plan.tile == configs.TileConfig(*table["tma", "half", "dkdv"][64])
     splits = plan.meta.SPLITS
@@ -92,7 +98,7 @@ def test_left_window_softcap_or_splits_select_the_rich_tile(monkeypatch, spec, s
 
 
 def test_sdpa_arguments_that_torch_computes_are_explained():
-    x = q()
+    x = draw_queries()
     explanation = explain(x, x, x, attn_mask=torch.ones(8, 8, dtype=torch.bool))
     assert explanation.backend == "torch.nn.functional"
     assert "reads no mask tensor" in explanation.reason

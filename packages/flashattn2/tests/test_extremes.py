@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from against_float64 import results
+from against_float64 import compute_results
 from flashattn2 import attention_reference, explain, flash_attention, flash_attention_varlen
 from flashattn2.kernels import configs, launch
-from option_pairs import tensors
+from option_pairs import draw_tensors
 
 BACKENDS = ("torch", "auto", "triton")
 HUGE = (2**30, 2**31 - 20, 2**31 - 1, 2**31, 2**32 + 3, sys.maxsize, 2**70)
@@ -24,7 +24,7 @@ HUGE = (2**30, 2**31 - 20, 2**31 - 1, 2**31, 2**32 + 3, sys.maxsize, 2**70)
     ],
 )
 def test_a_bound_beyond_every_key_hides_nothing(interpreter, backend, bound):
-    q, k, v = (x[:, :1] for x in tensors("more keys", 16))
+    q, k, v = (x[:, :1] for x in draw_tensors("more keys", 16))
     grads = torch.randn_like(q), torch.randn(q.shape[:-1])
 
     def run(q, k, v, **options):
@@ -32,15 +32,17 @@ def test_a_bound_beyond_every_key_hides_nothing(interpreter, backend, bound):
 
     cases = [(True, bound)] if backend == "triton" else [(False, (None, bound)), (True, bound)]
     for is_causal, window in cases:
-        free = results(run, (q, k, v), torch.float32, grads, is_causal=is_causal)
-        bounded = results(run, (q, k, v), torch.float32, grads, is_causal=is_causal, window=window)
+        free = compute_results(run, (q, k, v), torch.float32, grads, is_causal=is_causal)
+        bounded = compute_results(
+            run, (q, k, v), torch.float32, grads, is_causal=is_causal, window=window
+        )
         for a, b in zip(bounded, free, strict=True):
             assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("bound", [2**30 - 1, 2**29])
 def test_the_largest_bounds_of_a_kernel_hide_nothing(interpreter, bound):
-    q, k, v = (x[:, :1, :20] for x in tensors("fewer keys", 16))
+    q, k, v = (x[:, :1, :20] for x in draw_tensors("fewer keys", 16))
     for window in ((bound, None), (None, bound), bound):
         out = flash_attention(q, k, v, window=window, backend="triton")
         torch.testing.assert_close(out, attention_reference(q, k, v), atol=1e-5, rtol=1e-5)
@@ -48,7 +50,7 @@ def test_the_largest_bounds_of_a_kernel_hide_nothing(interpreter, bound):
 
 def test_window_accepts_numpy_integers_and_lists():
     numpy = pytest.importorskip("numpy")
-    q, k, v = tensors("square", 16)
+    q, k, v = draw_tensors("square", 16)
     expected = attention_reference(q, k, v, window=(3, 5))
     for window in ((numpy.int64(3), numpy.int32(5)), [3, 5]):
         torch.testing.assert_close(flash_attention(q, k, v, window=window), expected)
@@ -112,7 +114,7 @@ def test_no_heads_give_empty_results_and_zero_gradients(interpreter, backend, he
 
 
 def test_meta_tensors_give_shapes_forward_and_backward():
-    q, k, v = (x.to("meta").requires_grad_() for x in tensors("more keys", 24))
+    q, k, v = (x.to("meta").requires_grad_() for x in draw_tensors("more keys", 24))
     out, lse = flash_attention(q, k, v, is_causal=True, window=3, return_lse=True)
     (out.sum() + lse.sum()).backward()
     assert out.device.type == lse.device.type == q.grad.device.type == "meta"

@@ -37,7 +37,7 @@ OURS = {"dropout_p": 0.0, "alibi": False, "rotary_fraction": 0.0, "has_leftpad":
 SUBSTITUTES = {'"cuda"': '"cpu"', "range(250)": "range(2)", "range(50)": "range(2)"}
 
 
-def options(scale, causal, window, softcap, deterministic=True):
+def convert_options(scale, causal, window, softcap, deterministic=True):
     left, right = (None if int(side) < 0 else int(side) for side in window)
     return {
         "scale": scale, "is_causal": causal, "window": (left, right), "softcap": softcap or None,
@@ -45,7 +45,7 @@ def options(scale, causal, window, softcap, deterministic=True):
     }  # fmt: skip
 
 
-def interface(backend):
+def build_interface(backend):
     """Return the functions of flash-attention, implemented with ours."""
 
     def dense(
@@ -67,7 +67,7 @@ def interface(backend):
             *(x.transpose(1, 2) for x in (q, k, v)),
             return_lse=True,
             backend=backend,
-            **options(softmax_scale, causal, window_size, softcap, deterministic),
+            **convert_options(softmax_scale, causal, window_size, softcap, deterministic),
         )
         out = out.transpose(1, 2)
         return (out, lse, None) if return_attn_probs else out
@@ -100,7 +100,7 @@ def interface(backend):
             cu_seqlens_k,
             return_lse=True,
             backend=backend,
-            **options(softmax_scale, causal, window_size, softcap, deterministic),
+            **convert_options(softmax_scale, causal, window_size, softcap, deterministic),
         )
         return (out, lse, None) if return_attn_probs else out
 
@@ -125,7 +125,7 @@ def interface(backend):
         num_splits=0,
     ):
         assert rotary_cos is cache_batch_idx is cache_leftpad is alibi_slopes is None
-        arguments = options(softmax_scale, causal, window_size, softcap)
+        arguments = convert_options(softmax_scale, causal, window_size, softcap)
         del arguments["deterministic"]
         try:
             out = flash_attention_with_kvcache(
@@ -166,11 +166,11 @@ def pad_input(x, indices, batch, seq):
     )
 
 
-def theirs(backend="auto"):
+def build_names(backend="auto"):
     """Return the names of flash-attention's test file, linked to our functions."""
     pytest.importorskip("einops", reason="flash-attention's tests use einops")
     names = {
-        "flash_attn": interface(backend),
+        "flash_attn": build_interface(backend),
         "flash_attn.bert_padding": {"pad_input": pad_input, "unpad_input": unpad_input},
         "flash_attn.flash_attn_interface": {
             "_get_block_size_n": None, "USE_TRITON_ROCM": False, "flash_attn_gpu": None,
@@ -200,7 +200,7 @@ def theirs(backend="auto"):
     return results
 
 
-def drawn(test, count, largest):
+def draw_cases(test, count, largest):
     """Draw combinations of a test that flashattn2 supports, up to a size."""
     marks = [mark.args for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize"]
     draw, cases = random.Random(test.__name__), []
@@ -224,8 +224,8 @@ def drawn(test, count, largest):
 
 
 def run(backend, name, count, largest, may=lambda case: True):
-    test = theirs(backend)[f"test_flash_attn_{name}"]
-    cases = [case for case in drawn(test, count, largest) if may(case)]
+    test = build_names(backend)[f"test_flash_attn_{name}"]
+    cases = [case for case in draw_cases(test, count, largest) if may(case)]
     assert cases
     ran = 0
     for case in cases:
@@ -241,7 +241,9 @@ def run(backend, name, count, largest, may=lambda case: True):
 
 
 def test_every_flash_attn_test_is_run_or_listed():
-    names = {name.removeprefix("test_flash_attn_") for name in theirs() if name.startswith("test_")}
+    names = {
+        name.removeprefix("test_flash_attn_") for name in build_names() if name.startswith("test_")
+    }
     assert names == {*THEIRS, *PRIVATE}
 
 

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-def band(left, right, shift):
+def build_band(left, right, shift):
     def seen(b, h, i, j):
         position = i + shift
         return (j >= position - left) & (j <= position + right)
@@ -28,7 +28,7 @@ def band(left, right, shift):
     return seen
 
 
-def judged(q, k, v, *, softcap=None, mask=None, **options):
+def compute_flex_attention(q, k, v, *, softcap=None, mask=None, **options):
     """Return the output and log-sum-exp of FlexAttention."""
     block_mask = None
     if mask is not None:
@@ -52,7 +52,7 @@ def judged(q, k, v, *, softcap=None, mask=None, **options):
     return out, aux.lse
 
 
-def same(ours, theirs):
+def assert_same(ours, theirs):
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b.to(a.dtype), atol=2e-5, rtol=2e-5)
 
@@ -82,10 +82,10 @@ def test_attention_equals_flex_attention(heads, seq, dims, strided, options, bac
     causal, window = options.pop("causal", False), options.pop("window", None)
     mask = None
     if causal:
-        mask = band(10**6, 0, shift)
+        mask = build_band(10**6, 0, shift)
     elif window:
-        mask = band(*window, shift)
+        mask = build_band(*window, shift)
     ours = flash_attention(
         q, k, v, is_causal=causal, window=window, return_lse=True, backend=backend, **options
     )
-    same(ours, judged(q, k, v, mask=mask, **options))
+    assert_same(ours, compute_flex_attention(q, k, v, mask=mask, **options))

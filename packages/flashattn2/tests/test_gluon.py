@@ -45,13 +45,13 @@ def back(machine, interpreter, monkeypatch):
     return kernel
 
 
-def tensors(seq_q, seq_k, dim, dtype=torch.bfloat16, heads=2, kv_heads=1, batch=1):
+def draw_tensors(seq_q, seq_k, dim, dtype=torch.bfloat16, heads=2, kv_heads=1, batch=1):
     q = torch.randn(batch, heads, seq_q, dim, dtype=dtype)
     k, v = (torch.randn(batch, kv_heads, seq_k, dim, dtype=dtype) for _ in "kv")
     return q, k, v
 
 
-def errors(q, k, v, **options):
+def compute_errors(q, k, v, **options):
     """Return the largest errors of the output and log-sum-exp, ours and those of plain PyTorch."""
     wide = [x.double() for x in (q, k, v)]
     exact, exact_lse = attention_reference(*wide, return_lse=True, **options)
@@ -75,7 +75,7 @@ BANDS = {
 }
 
 
-def lengths_and_bands():
+def list_lengths_and_bands():
     """Return the cases of the forward pass; the usual tests run each band and each length once."""
     cases = []
     for lengths, band in itertools.product([(129, 400), (300, 129), (1, 257)], BANDS):
@@ -85,15 +85,15 @@ def lengths_and_bands():
     return cases
 
 
-@pytest.mark.parametrize(("lengths", "band"), lengths_and_bands(), ids=str)
+@pytest.mark.parametrize(("lengths", "band"), list_lengths_and_bands(), ids=str)
 def test_gluon_lines_compute_attention(machine, consumers, lengths, band):
     """Errors against float64 are half a unit in the last place of P and of the output."""
     for dim, dtype in ((64, torch.bfloat16), (128, torch.float16))[: 4 - consumers]:
-        ours, exact = errors(*tensors(*lengths, dim, dtype), **BANDS[band])
+        ours, exact = compute_errors(*draw_tensors(*lengths, dim, dtype), **BANDS[band])
         assert ours <= 2 * torch.finfo(dtype).eps * exact.abs().max()
 
 
-def orders_lengths_and_bands():
+def list_orders_lengths_and_bands():
     """Return the cases of the backward pass.
 
     Atomic additions concern only dQ, so the usual tests run them for three bands.
@@ -108,7 +108,9 @@ def orders_lengths_and_bands():
     return cases
 
 
-@pytest.mark.parametrize(("deterministic", "lengths", "band"), orders_lengths_and_bands(), ids=str)
+@pytest.mark.parametrize(
+    ("deterministic", "lengths", "band"), list_orders_lengths_and_bands(), ids=str
+)
 def test_gluon_gradients_are_as_good_as_plain(back, deterministic, lengths, band):
     """Gradients of queries that see no key, and of the log-sum-exp, are included."""
 
@@ -117,11 +119,11 @@ def test_gluon_gradients_are_as_good_as_plain(back, deterministic, lengths, band
 
     torch.manual_seed(len(band))
     dim = 64 if (lengths[0] > lengths[1]) == deterministic else 128
-    assert_as_good_as_plain(run, tensors(*lengths, dim), **BANDS[band])
+    assert_as_good_as_plain(run, draw_tensors(*lengths, dim), **BANDS[band])
 
 
 def test_strides_and_a_missing_head_dimension_do_not_change_the_result(machine):
-    q, k, v = tensors(70, 130, 64, heads=4, kv_heads=2, batch=2)
+    q, k, v = draw_tensors(70, 130, 64, heads=4, kv_heads=2, batch=2)
     expected = flash_attention(q, k, v, backend="gluon")
     gaps = torch.zeros(2, 130, 2, 71, dtype=k.dtype).transpose(1, 2)[..., 3:67]
     gaps.copy_(k)
@@ -147,21 +149,21 @@ def test_empty_tensors_launch_no_program(machine):
     assert not machine.programs
 
 
-def one_program(machine, dim, tiles, **options):
+def build_program(machine, dim, tiles, **options):
     """Return a program that iterates over `tiles` tiles of keys."""
     rows = forward.ROWS * forward.TILES[dim].consumers
-    q, k, v = tensors(rows, 128 * tiles, dim, heads=1)
+    q, k, v = draw_tensors(rows, 128 * tiles, dim, heads=1)
     flash_attention(q, k, v, backend="gluon", **options)
     (program,) = machine.programs
     machine.programs.clear()
     return program
 
 
-def one_program_back(back, dim, tiles, which):
+def build_backward_program(back, dim, tiles, which):
     """Return a program that streams `tiles` tiles; `which` names the kind of backward pass."""
     long, deterministic = backward.TILES[dim].rows * tiles, which != "atomic"
     lengths = (128, long) if which == "ordered by query" else (long, 128)
-    inputs = [x.requires_grad_() for x in tensors(*lengths, dim, heads=1)]
+    inputs = [x.requires_grad_() for x in draw_tensors(*lengths, dim, heads=1)]
     out = flash_attention(*inputs, backend="gluon", deterministic=deterministic)
     out.sum().backward()
     program = back.programs[-1 if which == "ordered by query" else 0]
@@ -177,7 +179,7 @@ def test_no_schedule_of_the_forward_pass_deadlocks_or_races(machine, dim):
     states = [
         explore(program.traces, program.arrivals)
         for tiles in range(1, 2 * forward.TILES[dim].stages + 2)
-        for program in [one_program(machine, dim, tiles)]
+        for program in [build_program(machine, dim, tiles)]
     ]
     assert states == sorted(states)
     assert states[-1] > 2_000
@@ -197,7 +199,7 @@ def test_consumers_that_skip_tiles_neither_deadlock_nor_race(
     which the exploration takes long, so the usual tests have two.
     """
     monkeypatch.setitem(forward.TILES, 64, forward.LONG_TILE._replace(stages=stages))
-    program = one_program(machine, 64, tiles, window=window)
+    program = build_program(machine, 64, tiles, window=window)
     assert len(program.traces) == 4
     products = [sum(op[0] == "mma" for op in trace) for trace in program.traces]
     assert tiles == 1 or len(set(products[:3])) > 1
@@ -215,13 +217,13 @@ def test_no_schedule_of_the_backward_pass_deadlocks_or_races(back, which, dim):
     states = [
         explore(program.traces, program.arrivals)
         for tiles in (1, 2, 2 * backward.TILES[dim].stages + 1)
-        for program in [one_program_back(back, dim, tiles, which)]
+        for program in [build_backward_program(back, dim, tiles, which)]
     ]
     assert states == sorted(states)
     assert states[-1] > 300
 
 
-def faults(traces):
+def iter_faults(traces):
     """Yield the name of each injected fault and the traces of a kernel with it."""
 
     def is_at(op, kind, barrier):
@@ -266,8 +268,8 @@ def faults(traces):
 
 
 def test_every_injected_barrier_fault_of_the_forward_pass_is_detected(machine):
-    program = one_program(machine, 128, forward.TILES[128].stages + 2)
-    injected = dict(faults(program.traces))
+    program = build_program(machine, 128, forward.TILES[128].stages + 2)
+    injected = dict(iter_faults(program.traces))
     assert len(injected) == 2 * (3 * 2 + 2 * 3 + 2) + 2 * 2 + 3 * 3
     for fault, traces in injected.items():
         with pytest.raises(RuntimeError):
@@ -308,7 +310,7 @@ def test_auto_selects_gluon_for_long_sequences_that_fill_the_gpu(machine, monkey
     monkeypatch.setattr(dispatch, "_count_sms", lambda _: 132)
 
     def selected(heads, seq_q, seq_k, dim=64, dtype=torch.bfloat16, kv_heads=2, **options):
-        q, k, v = tensors(seq_q, seq_k, dim, dtype, heads, kv_heads, batch=5)
+        q, k, v = draw_tensors(seq_q, seq_k, dim, dtype, heads, kv_heads, batch=5)
         return explain(q, k, v, **options)
 
     explanation = selected(8, 2048, 2048, is_causal=True)

@@ -33,7 +33,7 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
-def tensors(dim, seq_q=333, seq_k=333, dtype=torch.bfloat16, heads=4, kv_heads=2, batch=2):
+def draw_tensors(dim, seq_q=333, seq_k=333, dtype=torch.bfloat16, heads=4, kv_heads=2, batch=2):
     q = torch.randn(batch, heads, seq_q, dim, device="cuda", dtype=dtype)
     k, v = (torch.randn(batch, kv_heads, seq_k, dim, device="cuda", dtype=dtype) for _ in "kv")
     return q, k, v
@@ -54,7 +54,7 @@ def test_every_head_dim_and_dtype_is_as_good_as_plain(dim, dtype):
     kinds = ({}, {"is_causal": True}, {"window": (150, 20), "softcap": 5.0})
     for i, lengths in enumerate(((333, 333), (100, 700), (700, 100))):
         options = kinds[(i + HEAD_DIMS.index(dim)) % 3]
-        assert_as_good_as_plain(fixed, tensors(dim, *lengths, dtype), **options)
+        assert_as_good_as_plain(fixed, draw_tensors(dim, *lengths, dtype), **options)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -63,17 +63,17 @@ def test_every_head_dim_and_dtype_is_as_good_as_plain(dim, dtype):
 def test_pairs_of_options_are_as_good_as_plain(dim, is_causal, window):
     for softcap, scale in itertools.product((None, 3.0), (None, 0.3)):
         options = {"is_causal": is_causal, "window": window, "softcap": softcap, "scale": scale}
-        assert_as_good_as_plain(run(backend="triton"), tensors(dim, 257, 511), **options)
+        assert_as_good_as_plain(run(backend="triton"), draw_tensors(dim, 257, 511), **options)
 
 
 def test_grid_smaller_than_the_gpu_is_split_and_as_good_as_plain():
     for dim, is_causal in itertools.product((64, 128), (False, True)):
-        few = tensors(dim, 2000, 2000, heads=1, kv_heads=1, batch=1)
+        few = draw_tensors(dim, 2000, 2000, heads=1, kv_heads=1, batch=1)
         assert_as_good_as_plain(run(backend="triton"), few, is_causal=is_causal)
 
 
 def test_two_deterministic_runs_are_bit_equal():
-    q, k, v = (x.requires_grad_() for x in tensors(64, 1000, 1000))
+    q, k, v = (x.requires_grad_() for x in draw_tensors(64, 1000, 1000))
     runs = []
     for _ in range(2):
         out = flash_attention(q, k, v, is_causal=True)
@@ -114,7 +114,7 @@ def test_packed_sequences_do_not_wait_and_equal_separate_calls(dim):
 
 
 def test_cuda_graph_replays_attention():
-    q, k, v = tensors(64)
+    q, k, v = draw_tensors(64)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         flash_attention(q, k, v)
@@ -128,7 +128,7 @@ def test_cuda_graph_replays_attention():
 
 
 def test_inductor_compiles_attention_in_one_graph():
-    q, k, v = (x.requires_grad_() for x in tensors(64))
+    q, k, v = (x.requires_grad_() for x in draw_tensors(64))
 
     def loss(q, k, v):
         return flash_attention(q, k, v, is_causal=True).float().square().sum()
@@ -141,7 +141,7 @@ def test_inductor_compiles_attention_in_one_graph():
 
 
 def test_tf32_is_as_good_as_its_bits():
-    q, k, v = tensors(64, dtype=torch.float32)
+    q, k, v = draw_tensors(64, dtype=torch.float32)
     exact = flash_attention(*(x.double() for x in (q, k, v)), backend="torch")
     torch.set_float32_matmul_precision("high")
     try:
@@ -208,14 +208,14 @@ def test_the_gluon_kernels_are_as_good_as_plain(dim, dtype, deterministic):
     bands = ({}, {"is_causal": True}, {"window": (150, 20)}, {"window": (None, 40)})
     shift = 2 * (dim == 64) + (dtype == torch.float16)
     for i, lengths in enumerate(((333, 333), (100, 700), (700, 100), (1, 2000), (128, 4096))):
-        assert_as_good_as_plain(fixed, tensors(dim, *lengths, dtype), **bands[(i + shift) % 4])
+        assert_as_good_as_plain(fixed, draw_tensors(dim, *lengths, dtype), **bands[(i + shift) % 4])
 
 
 @on_hopper
 @pytest.mark.parametrize("dim", [64, 128])
 def test_the_gluon_forward_is_the_same_a_hundred_times_on_a_full_gpu(dim):
     """A race on a tile would change the result between runs."""
-    inputs = tensors(dim, 2048, 2048, heads=16, kv_heads=4, batch=4)
+    inputs = draw_tensors(dim, 2048, 2048, heads=16, kv_heads=4, batch=4)
     for options in ({}, {"is_causal": True}, {"window": (300, 0)}):
         expected = flash_attention(*inputs, return_lse=True, backend="triton", **options)
         first = flash_attention(*inputs, return_lse=True, backend="gluon", **options)
@@ -228,7 +228,7 @@ def test_the_gluon_forward_is_the_same_a_hundred_times_on_a_full_gpu(dim):
 
 @on_hopper
 def test_the_gluon_forward_takes_any_strides_and_is_compiled_in_one_graph():
-    q, k, v = tensors(128, 500, 500)
+    q, k, v = draw_tensors(128, 500, 500)
     expected = flash_attention(q, k, v, backend="gluon")
     wide = torch.zeros(*k.shape[:-1], 131, device="cuda", dtype=k.dtype)[..., 3:]
     wide.copy_(k)
@@ -245,7 +245,7 @@ def test_nan_is_kept(backend, name, is_causal):
     if backend == "gluon" and not is_hopper():
         pytest.skip("needs a GPU of compute capability 9.0")
     for row in (0, 150, 299):
-        inputs = tensors(64, 300, 300, kv_heads=4)
+        inputs = draw_tensors(64, 300, 300, kv_heads=4)
         inputs["qkv".index(name)][0, 0, row, 3] = torch.nan
         out, lse = flash_attention(*inputs, is_causal=is_causal, return_lse=True, backend=backend)
         if name == "q":
@@ -262,7 +262,7 @@ def test_nan_is_kept(backend, name, is_causal):
 @on_hopper
 @pytest.mark.parametrize("dim", [64, 128])
 def test_auto_uses_gluon_for_long_sequences_as_exactly_as_plain(dim):
-    inputs = tensors(dim, 2100, 2100, heads=8, kv_heads=4, batch=4)
+    inputs = draw_tensors(dim, 2100, 2100, heads=8, kv_heads=4, batch=4)
     for options in ({}, {"is_causal": True}, {"window": (300, 0)}):
         assert explain(*inputs, **options).backend == "gluon"
         assert_as_good_as_plain(flash_attention, inputs, **options)
@@ -272,7 +272,7 @@ def test_memory_grows_with_the_sequence():
     from flashattn2.bench.measure import measure_peak_extra_bytes
 
     def extra(seq):
-        q, k, v = (x.requires_grad_() for x in tensors(64, seq, seq))
+        q, k, v = (x.requires_grad_() for x in draw_tensors(64, seq, seq))
         grad = torch.ones_like(q)
         return measure_peak_extra_bytes(
             lambda: torch.autograd.grad(flash_attention(q, k, v), (q, k, v), grad), "cuda"

@@ -12,7 +12,7 @@ from flashattn2 import (
     flash_attention_with_kvcache,
 )
 from flashattn2.kernels import launch
-from option_pairs import OPTIONS, cases_of_pairs, sinks, tensors
+from option_pairs import OPTIONS, draw_tensors, list_cases_of_pairs, make_sinks
 from triton.runtime import interpreter as triton_interpreter
 
 
@@ -20,14 +20,14 @@ def triton(*arguments, **options):
     return flash_attention(*arguments, **options, backend="triton")
 
 
-@pytest.mark.parametrize("case", cases_of_pairs(OPTIONS), ids=str)
+@pytest.mark.parametrize("case", list_cases_of_pairs(OPTIONS), ids=str)
 def test_every_pair_of_options_is_as_good_as_plain(interpreter, case):
     case = dict(case)
     interpreter(splits=case.pop("splits"), tma=case.pop("tma"))
     shape = case.pop("shape")
-    of_heads = sinks(case.pop("sinks"), shape)
+    of_heads = make_sinks(case.pop("sinks"), shape)
     # In the interpreter, every program takes long, and these sequences have enough rows.
-    inputs = [x[: 4 if shape == "one query" else 1] for x in tensors(shape, case.pop("dim"))]
+    inputs = [x[: 4 if shape == "one query" else 1] for x in draw_tensors(shape, case.pop("dim"))]
     if shape in ("square", "more keys"):
         # The test of half precision has two key heads, each for two query heads.
         inputs = [x[:, : x.shape[1] // 2] for x in inputs]
@@ -44,14 +44,14 @@ def test_every_pair_of_options_is_as_good_as_plain(interpreter, case):
     ids=str,
 )
 def test_half_precision_is_as_good_as_plain(interpreter, dtype, options):
-    assert_as_good_as_plain(triton, tensors("more keys", 24, dtype), **options)
+    assert_as_good_as_plain(triton, draw_tensors("more keys", 24, dtype), **options)
 
 
 @pytest.mark.parametrize("draws", [3, pytest.param(9, marks=pytest.mark.exhaustive)])
 def test_largest_float32_error_of_the_median_draw_is_at_most_twice_that_of_plain(
     interpreter, draws
 ):
-    inputs = [x[:, : x.shape[1] // 2] for x in tensors("more keys", 24)]
+    inputs = [x[:, : x.shape[1] // 2] for x in draw_tensors("more keys", 24)]
     assert_as_good_as_plain(triton, inputs, draws=draws, is_causal=True, softcap=2.0)
 
 
@@ -73,7 +73,7 @@ def test_nothing_is_read_before_it_is_written(interpreter, monkeypatch, splits, 
     try:
         assert torch.empty(3).isnan().all()
         # Query heads share a key head: dK and dV are sums. The first tile of queries sees no key.
-        inputs = [x[:, :, :54] for x in tensors("fewer keys", 24, dtype)]
+        inputs = [x[:, :, :54] for x in draw_tensors("fewer keys", 24, dtype)]
         assert_as_good_as_plain(triton, inputs, is_causal=True)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -85,7 +85,7 @@ def test_launch_does_not_call_slow_triton_functions(interpreter, monkeypatch):
     monkeypatch.setattr(triton_interpreter.GridExecutor, "__call__", lambda *_, **__: None)
     for name in ("cdiv", "next_power_of_2"):
         monkeypatch.setattr(f"triton.{name}", None)
-    q, k, v = (x.requires_grad_() for x in tensors("more keys", 24, torch.float16))
+    q, k, v = (x.requires_grad_() for x in draw_tensors("more keys", 24, torch.float16))
     triton(q, k, v, is_causal=True).sum().backward()
     with torch.no_grad():
         flash_attention_with_kvcache(q[:, :, :1], k, v, cache_seqlens=5, backend="triton")
@@ -116,7 +116,7 @@ def test_two_deterministic_runs_are_bit_equal(interpreter, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_rows_that_see_no_key_give_zero_and_no_gradient(interpreter, backend):
-    q, k, v = (x.requires_grad_() for x in tensors("fewer keys", 16))
+    q, k, v = (x.requires_grad_() for x in draw_tensors("fewer keys", 16))
     out, lse = flash_attention(q, k, v, is_causal=True, return_lse=True, backend=backend)
     blind = q.shape[2] - k.shape[2]
     (grad,) = torch.autograd.grad(out.sum() + lse[:, :, blind:].sum(), q)

@@ -36,7 +36,7 @@ def attend(mask, q, k, v):
     return out
 
 
-def dense(mask):
+def make_dense(mask):
     """Return the mask as a boolean tensor."""
     rule = mask.rule
     q, k = torch.arange(mask.shape[2])[:, None] + rule.first, torch.arange(mask.shape[3])[None]
@@ -114,7 +114,7 @@ def test_copies_of_the_mask_are_masks(make, padded):
         mask.sequence[0, :3] = 0
         mask = AttentionMask(mask.sequence, Rule(5, 2, 3, 0, False))
     q, (k, v) = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 4, 7, 8)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense(mask))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=make_dense(mask))
     # Query 0 of the first sequence is padding itself, and its output is not defined.
     rows = slice(1, None) if padded else slice(None)
     copied = make(mask)
@@ -128,7 +128,7 @@ def test_slices_of_the_mask_hide_the_same_keys(padded):
     if padded:
         mask.sequence[0, :2] = mask.sequence[2, -2:] = 0
         mask = AttentionMask(mask.sequence, Rule(7, 0, 3, 0, False))
-    whole = dense(mask)
+    whole = make_dense(mask)
     q, (k, v) = torch.randn(3, 4, 7, 8), torch.randn(2, 3, 4, 7, 8)
     refused = 0
     cuts = [slice(a, b) for a, b in ((None, None), (0, 2), (1, 3), (2, 6), (-3, None), (3, 3))]

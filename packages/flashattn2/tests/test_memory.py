@@ -8,11 +8,11 @@ from flashattn2 import attention_reference, flash_attention
 from flashattn2.bench.measure import measure_peak_extra_bytes
 
 
-def inputs(seq):
+def draw_inputs(seq):
     return [torch.randn(1, 1, seq, 64, requires_grad=True) for _ in "qkv"]
 
 
-def gradient(function, **options):
+def build_gradient(function, **options):
     def run(q, k, v):
         torch.autograd.grad(function(q, k, v, is_causal=True, **options).sum(), (q, k, v))
 
@@ -38,15 +38,15 @@ def test_every_byte_is_counted_also_inside_kernels():
 @pytest.mark.parametrize(
     "run",
     [
-        gradient(flash_attention, backend="torch"),
-        gradient(flash_attention, backend="aten"),
+        build_gradient(flash_attention, backend="torch"),
+        build_gradient(flash_attention, backend="aten"),
     ],
     ids=["tiled", "aten"],
 )
 def test_twice_the_sequence_takes_at_most_twice_the_memory(run):
     # Both lengths are several tiles, so the memory of a tile is a part of both peaks.
     small, large = (
-        measure_peak_extra_bytes(functools.partial(run, *inputs(seq))) for seq in (768, 1536)
+        measure_peak_extra_bytes(functools.partial(run, *draw_inputs(seq))) for seq in (768, 1536)
     )
     assert 0 < large <= 2 * small
     # The scores alone would take this many bytes in float32.
@@ -57,7 +57,7 @@ def test_twice_the_sequence_takes_at_most_twice_the_memory(run):
     ("seq", "factor"), [(2048, 10), pytest.param(4096, 20, marks=pytest.mark.exhaustive)]
 )
 def test_tiled_attention_uses_a_fraction_of_plain_memory(seq, factor):
-    x = inputs(seq)
-    tiled = measure_peak_extra_bytes(lambda: gradient(flash_attention, backend="torch")(*x))
-    plain = measure_peak_extra_bytes(lambda: gradient(attention_reference)(*x))
+    x = draw_inputs(seq)
+    tiled = measure_peak_extra_bytes(lambda: build_gradient(flash_attention, backend="torch")(*x))
+    plain = measure_peak_extra_bytes(lambda: build_gradient(attention_reference)(*x))
     assert factor * tiled <= plain

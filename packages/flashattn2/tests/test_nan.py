@@ -45,7 +45,7 @@ def assert_keeps_nan(out, lse, q, k, v, **options):
     assert not out[:, -1].isnan().any()
 
 
-def options_lengths_and_dtypes():
+def list_options_lengths_and_dtypes():
     """Return the cases of dense attention.
 
     The usual tests run each option with one length, and two options with other lengths and dtypes.
@@ -62,7 +62,7 @@ def options_lengths_and_dtypes():
     return cases
 
 
-@pytest.mark.parametrize(("options", "seq", "dtype"), options_lengths_and_dtypes(), ids=str)
+@pytest.mark.parametrize(("options", "seq", "dtype"), list_options_lengths_and_dtypes(), ids=str)
 def test_dense_attention_keeps_nan(options, seq, dtype):
     for name, row in itertools.product("qkv", {0, seq // 2, seq - 1}):
         tensors = draw(seq, seq, dtype)
@@ -100,7 +100,7 @@ def test_gradients_and_other_functions_keep_nan(name, seq):
             assert grad.isnan()[exact.isnan()].all()
 
 
-def windows_and_lengths():
+def list_windows_and_lengths():
     """Return the cases of a cache; the usual tests run every window with two lengths."""
     cases = []
     for window, seq_k in itertools.product([None, (2, 0), (0, 0), (15, None)], LENGTHS):
@@ -111,7 +111,7 @@ def windows_and_lengths():
 
 
 @pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize(("window", "seq_k"), windows_and_lengths(), ids=str)
+@pytest.mark.parametrize(("window", "seq_k"), list_windows_and_lengths(), ids=str)
 def test_attention_over_a_cache_keeps_nan(window, seq_k, paged):
     for name, seq_q in itertools.product("qkv", {1, min(2, seq_k)}):
         for row in {0, seq_q - 1} if name == "q" else {seq_k - 1}:

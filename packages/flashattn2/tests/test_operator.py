@@ -28,7 +28,7 @@ CU = torch.tensor([0, 3, 9], dtype=torch.int32)
 SCALARS = (0.25, -1, 0, 0.0)
 
 
-def tensors(layout="heads first", requires_grad=False):
+def draw_tensors(layout="heads first", requires_grad=False):
     if layout == "heads first":
         shapes = ((2, 2, 9, 16), (2, 1, 9, 16), (2, 1, 9, 16))
         return [torch.randn(s, requires_grad=requires_grad) for s in shapes]
@@ -45,7 +45,7 @@ CHECKED_BACKENDS = [pytest.param("torch", marks=pytest.mark.exhaustive), "aten",
     "layout", ["heads first", pytest.param("sequence first", marks=pytest.mark.exhaustive)]
 )
 def test_opcheck_of_dense_attention(interpreter, backend, layout):
-    q, k, v = (x[:1].detach().requires_grad_() for x in tensors(layout))
+    q, k, v = (x[:1].detach().requires_grad_() for x in draw_tensors(layout))
     method = (backend, "ieee", True)
     torch.library.opcheck(forward_op, (q, k, v, None, None, *SCALARS, *method))
     q, k, v = (x.detach() for x in (q, k, v))
@@ -70,7 +70,7 @@ LAYOUTS = {
 SIZES = ((1, (4, 1), 24), (2, (2, 2), 16), (2, (4, 1), 24))
 
 
-def backends_and_layouts():
+def list_backends_and_layouts():
     """Return the cases of fake results; the tiled backend's results are contiguous."""
     cases = []
     for backend, layout in itertools.product(BACKENDS, LAYOUTS):
@@ -81,7 +81,7 @@ def backends_and_layouts():
     return cases
 
 
-@pytest.mark.parametrize(("backend", "layout"), backends_and_layouts())
+@pytest.mark.parametrize(("backend", "layout"), list_backends_and_layouts())
 def test_fake_results_have_the_strides_of_real_results(interpreter, monkeypatch, backend, layout):
     """Inductor compiles later operators for the strides of the fake results."""
     # The strides do not depend on the values, which the interpreter computes slowly.
@@ -123,7 +123,7 @@ def test_fake_results_have_the_strides_of_real_results(interpreter, monkeypatch,
 
 @pytest.mark.parametrize("backend", CHECKED_BACKENDS)
 def test_opcheck_of_packed_sequences(interpreter, backend):
-    q, k, v = (x[:1, :1].detach().requires_grad_() for x in tensors())
+    q, k, v = (x[:1, :1].detach().requires_grad_() for x in draw_tensors())
     arguments = (q, k, v, CU, CU, *SCALARS, backend, "ieee", True)
     torch.library.opcheck(forward_op, arguments)
 
@@ -134,7 +134,7 @@ def test_compile_makes_one_graph_of_forward_and_backward(interpreter, backend):
         out, lse = flash_attention(q, k, v, is_causal=True, return_lse=True, backend=backend)
         return (out * out).sum() + lse.sin().sum()
 
-    q, k, v = tensors(requires_grad=True)
+    q, k, v = draw_tensors(requires_grad=True)
     expected = torch.autograd.grad(loss(q, k, v), (q, k, v))
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for ours, theirs in zip(
@@ -267,7 +267,7 @@ def test_autocast_casts_the_inputs_and_nothing_inside(interpreter, backend, dtyp
         second = torch.autograd.grad(sum((g.float() ** 2).sum() for g in first), (q, k, v))
         return (out, lse, *first, *second)
 
-    q, k, v = (x[:1].detach() for x in tensors())
+    q, k, v = (x[:1].detach() for x in draw_tensors())
     by_hand = derivatives(*(x.to(dtype).requires_grad_() for x in (q, k, v)))
     # Values that the lower precision holds exactly, and no sum of a gradient over casts.
     saved = [x.to(dtype).float().requires_grad_() for x in (q, k, v)]

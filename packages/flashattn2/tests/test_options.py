@@ -7,7 +7,7 @@ from flashattn2 import (
     flash_attention,
     flash_attention_varlen,
 )
-from option_pairs import tensors
+from option_pairs import draw_tensors
 from torch.autograd import gradcheck, gradgradcheck
 
 CU = torch.tensor([0, 3, 9], dtype=torch.int32)
@@ -16,7 +16,7 @@ CU = torch.tensor([0, 3, 9], dtype=torch.int32)
 @pytest.mark.parametrize("backend", ["torch", "aten", "triton"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_sinks_have_the_gradients_of_the_reference(interpreter, backend, packed):
-    q, k, v = (x[:1, :, :9] for x in tensors("square", (16, 24)))
+    q, k, v = (x[:1, :, :9] for x in draw_tensors("square", (16, 24)))
     sinks = torch.randn(2)
     results = []
     for run in ("ours", "reference"):
@@ -106,7 +106,7 @@ def test_second_derivatives_are_right_for_any_distance_between_scores_and_sink(s
 @pytest.mark.parametrize("dims", [(24, 16), (16, 24)])
 @pytest.mark.parametrize("layout", ["heads first", "sequence first"])
 def test_aten_backend_accepts_values_of_another_head_dim(dtype, dims, layout):
-    q, k, v = (x.to(dtype) for x in tensors("square", dims))
+    q, k, v = (x.to(dtype) for x in draw_tensors("square", dims))
     if layout == "sequence first":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     results = []

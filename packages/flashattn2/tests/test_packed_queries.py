@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_decode import paged
 
 
-def reference(q, k, v, bounds, lengths, **options):
+def compute_reference(q, k, v, bounds, lengths, **options):
     """Return attention of each sequence's queries over its first keys, in float64."""
     outs, sums = [], []
     options = {n: x.double() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
@@ -28,7 +28,7 @@ def check(backend, heads, sequences, page_size, dims, dtype, tolerance, **option
     cu = torch.tensor((0, *counts)).cumsum(0).int()
     q = torch.randn(int(cu[-1]), heads[0], dims[0]).to(dtype)
     k, v = (torch.randn(len(counts), heads[1], max(lengths) + 3, d).to(dtype) for d in dims)
-    expected = reference(q, k, v, cu.tolist(), lengths, **options)
+    expected = compute_reference(q, k, v, cu.tolist(), lengths, **options)
     for b, length in enumerate(lengths):
         k[b, :, length:] = v[b, :, length:] = torch.nan
     table = None
@@ -107,7 +107,7 @@ SERVED = (
 VARIANTS = ({}, {"window": (255, 0)}, {"softcap": 50.0}, {"window": (127, 0), "softcap": 10.0})
 
 
-def served(sequences, heads, dim, page_size, dtype, options):
+def check_served(sequences, heads, dim, page_size, dtype, options):
     torch.manual_seed(0)
     tolerance = 1.5e-2 if dtype == torch.bfloat16 else 1e-3
     options = {"scale": dim**-0.5, "is_causal": True, **options}
@@ -124,7 +124,7 @@ def served(sequences, heads, dim, page_size, dtype, options):
     ],
 )
 def test_cases_of_vllm_and_sglang(sequences, heads, dim, page_size, options):
-    served(sequences, heads, dim, page_size, torch.bfloat16, options)
+    check_served(sequences, heads, dim, page_size, torch.bfloat16, options)
 
 
 def test_the_kernel_skips_keys_after_a_causal_tile(interpreter):

@@ -13,13 +13,13 @@ def draw(seq_q, seq_k, dim=16, dtype=torch.float64):
     return [torch.randn(s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
 
 
-def with_gradients(function, inputs, **options):
+def run_with_gradients(function, inputs, **options):
     out = function(*inputs, **options)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     return out, *torch.autograd.grad(out, inputs, weights)
 
 
-def plain_attention(q, k, v, is_causal):
+def run_plain_attention(q, k, v, is_causal):
     return plain.PlainAttention.apply(q, k, v, is_causal)
 
 
@@ -29,8 +29,8 @@ def test_plain_tiles_compute_attention_by_its_definition(lengths, is_causal):
     if is_causal and len({*lengths}) > 1:
         lengths = (lengths[0], lengths[0])
     inputs = draw(*lengths)
-    ours = with_gradients(plain_attention, inputs, is_causal=is_causal)
-    expected = with_gradients(plain.attention, inputs, is_causal=is_causal)
+    ours = run_with_gradients(run_plain_attention, inputs, is_causal=is_causal)
+    expected = run_with_gradients(plain.attention, inputs, is_causal=is_causal)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -38,8 +38,8 @@ def test_plain_tiles_compute_attention_by_its_definition(lengths, is_causal):
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 def test_package_computes_what_plain_computes(backend, is_causal):
     inputs = draw(300, 300)
-    ours = with_gradients(flash_attention, inputs, is_causal=is_causal, backend=backend)
-    expected = with_gradients(plain_attention, inputs, is_causal=is_causal)
+    ours = run_with_gradients(flash_attention, inputs, is_causal=is_causal, backend=backend)
+    expected = run_with_gradients(run_plain_attention, inputs, is_causal=is_causal)
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 

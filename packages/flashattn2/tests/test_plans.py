@@ -6,7 +6,7 @@ from flashattn2 import flash_attention, flash_attention_with_kvcache, sdpa
 from flashattn2.plan_cache import PLANS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from random_cases import laid_out
+from random_cases import lay_out
 
 LAYOUTS = ("heads first", "sequence first", "gaps", "reversed")
 lengths = st.sampled_from((1, 5, 9, 16, 19, 23))
@@ -17,7 +17,7 @@ DIRECT = {"dtype": torch.float32, "layouts": 3 * (LAYOUTS[0],)}
 EXAMPLES = [25, pytest.param(500, marks=pytest.mark.exhaustive)]
 
 
-def first_and_second(run):
+def assert_second_run_is_cached(run):
     """Assert that two runs return the same numbers, and that the second run adds no plan."""
     PLANS.clear()
     first_results = run()
@@ -56,7 +56,7 @@ def test_second_call_of_a_signature_equals_the_first(examples):
     def check(seq, dims, heads, dtype, layouts, needs, is_causal, as_torch_s, options):
         shapes = [(2, heads[i > 0], seq[i > 0], dims[i > 1]) for i in range(3)]
         qkv = [
-            laid_out(torch.randn(shape).to(dtype), layout).requires_grad_(needed)
+            lay_out(torch.randn(shape).to(dtype), layout).requires_grad_(needed)
             for shape, layout, needed in zip(shapes, layouts, needs, strict=True)
         ]
         if "sinks" in options:
@@ -76,7 +76,7 @@ def test_second_call_of_a_signature_equals_the_first(examples):
             second = torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
             return *(x.detach() for x in (*outs, *grads)), *second
 
-        first_and_second(run)
+        assert_second_run_is_cached(run)
 
     check()
 
@@ -100,16 +100,16 @@ def test_second_call_over_a_cache_equals_the_first(examples):
     @settings(max_examples=examples, deadline=None)
     def check(shape, count, new, v_dim, layouts, dtype, options):
         batch, (heads, kv_heads), seq_q = shape
-        q = laid_out(torch.randn(batch, heads, seq_q, 8).to(dtype), layouts[0])
+        q = lay_out(torch.randn(batch, heads, seq_q, 8).to(dtype), layouts[0])
         caches = [torch.randn(batch, kv_heads, 21, d).to(dtype) for d in (8, v_dim)]
         rows = [torch.randn(batch, kv_heads, new, d).to(dtype) for d in (8, v_dim)] if new else ()
 
         def run():
-            k, v = (laid_out(x.clone(), y) for x, y in zip(caches, layouts[1:], strict=True))
+            k, v = (lay_out(x.clone(), y) for x, y in zip(caches, layouts[1:], strict=True))
             out = flash_attention_with_kvcache(q, k, v, *rows, cache_seqlens=count, **options)
             return *(out if isinstance(out, tuple) else (out,)), k, v
 
-        first_and_second(run)
+        assert_second_run_is_cached(run)
 
     check()
 

@@ -18,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 lengths = st.integers(1, 12)
 
 
-def same(q, k, v, **options):
+def assert_same(q, k, v, **options):
     results = []
     for function in (sdpa, F.scaled_dot_product_attention):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -39,7 +39,7 @@ def same(q, k, v, **options):
 def test_sdpa_equals_torch_aligned_at_the_top_left(seq, dims, group, is_causal, scale):
     q = torch.randn(2, 2 * group, seq[0], dims[0], dtype=torch.float64)
     k, v = (torch.randn(2, 2, seq[1], d, dtype=torch.float64) for d in dims)
-    same(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=group > 1)
+    assert_same(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=group > 1)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_sdpa_equals_torch_aligned_at_the_top_left(seq, dims, group, is_causal, 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_leading_dimensions_broadcast(q, k, is_causal):
     q, k, v = (torch.randn(shape, dtype=torch.float64) for shape in (q, k, k))
-    same(q, k, v, is_causal=is_causal)
+    assert_same(q, k, v, is_causal=is_causal)
 
 
 def test_sdpa_has_the_signature_of_torch():
@@ -200,7 +200,7 @@ def test_values_of_another_length_than_keys_are_refused(options):
         sdpa(q, k, v, **options)
 
 
-def outcome(function, tensors, options):
+def get_outcome(function, tensors, options):
     """Return the output of a call, or None if it raises an error."""
     try:
         with torch.autocast("cpu", torch.bfloat16, enabled=options.pop("autocast", False)):
@@ -229,8 +229,8 @@ SHAPES = {
 def test_sdpa_accepts_and_refuses_what_torch_does(shapes, options, dtype, autocast):
     tensors = [torch.randn(shape).to(dtype) for shape in shapes]
     options = {**options, "autocast": autocast}
-    expected = outcome(F.scaled_dot_product_attention, tensors, dict(options))
-    ours = outcome(sdpa, tensors, dict(options))
+    expected = get_outcome(F.scaled_dot_product_attention, tensors, dict(options))
+    ours = get_outcome(sdpa, tensors, dict(options))
     if expected is None:
         assert ours is None
     else:

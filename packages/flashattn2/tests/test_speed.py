@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 
-def median_ratio(ours, theirs, turns):
+def compute_median_ratio(ours, theirs, turns):
     """Return the median ratio of wall times over interleaved rounds."""
 
     def seconds(run):
@@ -27,7 +27,7 @@ def median_ratio(ours, theirs, turns):
     return statistics.median(seconds(ours) / seconds(theirs) for _ in range(turns))
 
 
-def passes(function, seq, **options):
+def build_passes(function, seq, **options):
     q, k, v = (torch.randn(1, 1, seq, 64, requires_grad=True) for _ in "qkv")
 
     def both():
@@ -37,12 +37,12 @@ def passes(function, seq, **options):
 
 
 def test_tiled_attention_takes_a_third_of_plain_time_at_4096():
-    tiled = passes(flash_attention, 4096, backend="torch")
-    ratio = median_ratio(tiled, passes(attention_reference, 4096), 5)
+    tiled = build_passes(flash_attention, 4096, backend="torch")
+    ratio = compute_median_ratio(tiled, build_passes(attention_reference, 4096), 5)
     assert_at_most("flashattn2: tiled over plain attention, 4,096 tokens", 1 / 3, ratio)
 
 
-def processor_ratio(ours, theirs, turns):
+def measure_processor_ratio(ours, theirs, turns):
     """Return the median ratio of processor times over rounds in alternating order."""
 
     def seconds(run):
@@ -82,7 +82,7 @@ def test_auto_on_a_cpu_takes_the_time_of_sdpa(seq, training):
     expected = 1.05 if training and seq == 128 else 1.03
     passes_measured = "forward and backward" if training else "forward"
     figure = f"flashattn2: {passes_measured} over torch's, {seq} tokens"
-    assert_at_most(figure, expected, processor_ratio(*sides, 31))
+    assert_at_most(figure, expected, measure_processor_ratio(*sides, 31))
 
 
 def test_float16_takes_about_the_time_of_sdpa():
@@ -97,10 +97,10 @@ def test_float16_takes_about_the_time_of_sdpa():
         return run
 
     sides = passes(flash_attention), passes(F.scaled_dot_product_attention)
-    assert_at_most("flashattn2: float16 over torch's", 1.03, processor_ratio(*sides, 11))
+    assert_at_most("flashattn2: float16 over torch's", 1.03, measure_processor_ratio(*sides, 11))
 
 
-def processor_microseconds_beyond(ours, theirs):
+def measure_extra_processor_microseconds(ours, theirs):
     """Return the median difference of processor times per call, over rounds of 100 calls."""
 
     def microseconds(run):
@@ -122,7 +122,7 @@ def test_python_around_the_cpu_kernel_takes_at_most_fifteen_microseconds():
         return lambda: function(q, k, v, is_causal=True)
 
     sides = run(flash_attention), run(F.scaled_dot_product_attention)
-    microseconds = processor_microseconds_beyond(*sides)
+    microseconds = measure_extra_processor_microseconds(*sides)
     assert_at_most("flashattn2: Python around the CPU kernel", 15, microseconds, "us")
 
 
@@ -141,7 +141,7 @@ def test_python_around_a_decoded_token_takes_at_most_fifteen_microseconds(kv_hea
         filled = k[:, :, :101], v[:, :, :101]
         F.scaled_dot_product_attention(q, *filled, enable_gqa=kv_heads != 8)
 
-    microseconds = processor_microseconds_beyond(ours, sdpa)
+    microseconds = measure_extra_processor_microseconds(ours, sdpa)
     figure = f"flashattn2: Python around a decoded token, {kv_heads} key heads"
     assert_at_most(figure, 15, microseconds, "us")
 
@@ -157,7 +157,9 @@ def test_decoding_takes_the_time_of_sdpa():
         # The cache grows with each token: what is filled of it is a new view each time.
         F.scaled_dot_product_attention(q, k[:, :, :2000], k[:, :, :2000])
 
-    assert_at_most("flashattn2: decoding over torch's", 1.05, processor_ratio(ours, sdpa, 101))
+    assert_at_most(
+        "flashattn2: decoding over torch's", 1.05, measure_processor_ratio(ours, sdpa, 101)
+    )
 
 
 @pytest.mark.parametrize("seq", [128, 512, 2048])
@@ -167,13 +169,13 @@ def test_sdpa_takes_the_time_of_torchs(seq):
         (lambda: sdpa(q, k, v, is_causal=True)),
         (lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)),
     )
-    ratio = processor_ratio(*sides, 31)
+    ratio = measure_processor_ratio(*sides, 31)
     assert_at_most(f"flashattn2: sdpa over torch's, {seq} tokens", 1.03, ratio)
 
 
 def test_decoding_with_grouped_heads_takes_less_time_than_sdpa():
     q, k = torch.randn(2, 32, 1, 64), torch.randn(2, 8, 2048, 64)
-    ratio = processor_ratio(
+    ratio = measure_processor_ratio(
         lambda: flash_attention_with_kvcache(q, k, k, cache_seqlens=2000),
         lambda: F.scaled_dot_product_attention(q, k[:, :, :2000], k[:, :, :2000], enable_gqa=True),
         101,
@@ -188,7 +190,7 @@ def test_decoding_over_pages_takes_three_times_that_of_sdpa_without_pages():
     pages = torch.empty(256, 8, 16, 64)
     pages[table.long()] = k.unflatten(2, (128, 16)).transpose(1, 2)
     lengths = torch.full((2,), 2000, dtype=torch.int32)
-    ratio = processor_ratio(
+    ratio = measure_processor_ratio(
         lambda: flash_attention_with_kvcache(
             q, pages, pages, cache_seqlens=lengths, block_table=table
         ),
@@ -215,7 +217,7 @@ def test_time_of_a_mask_is_linear_in_the_tokens(kind):
             )
         return lambda: make_mask(1, seq, seq, mask_function=function)
 
-    ratio = processor_ratio(seconds(32768), seconds(8192), 31)
+    ratio = measure_processor_ratio(seconds(32768), seconds(8192), 31)
     assert_at_most(f"flashattn2: {kind} mask, 32,768 tokens over 8,192", 4.0, ratio)
 
 
@@ -234,7 +236,7 @@ def test_python_before_a_launch_takes_at_most_60_microseconds(monkeypatch):
     # On a GPU, the plans of kernels are stored.  The CPU allocates small tensors quickly.
     monkeypatch.setattr(plan_cache, "KERNEL_BACKENDS", ())
     q = torch.randn(1, 2, 64, 64, dtype=torch.float16)
-    microseconds = processor_microseconds_beyond(
+    microseconds = measure_extra_processor_microseconds(
         lambda: flash_attention(q, q, q, is_causal=True, backend="triton"), lambda: None
     )
     assert_at_most("flashattn2: Python before the launch of the kernel", 60, microseconds, "us")

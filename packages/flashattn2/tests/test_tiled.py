@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from against_float64 import assert_as_good_as_plain, results
+from against_float64 import assert_as_good_as_plain, compute_results
 from flashattn2 import FlashAttentionTorch, attention_reference, flash_attention
 from flashattn2.backends import tiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from option_pairs import OPTIONS, cases_of_pairs, sinks, tensors
+from option_pairs import OPTIONS, draw_tensors, list_cases_of_pairs, make_sinks
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_every_option_equals_the_reference_in_float64(backend):
         k, v = (torch.randn(2, kv_heads, seq_k, dim, dtype=torch.float64) for _ in "kv")
         grads = torch.randn_like(q), torch.randn(q.shape[:-1])
         ours, theirs = (
-            results(function, (q, k, v), torch.float64, grads, **options)
+            compute_results(function, (q, k, v), torch.float64, grads, **options)
             for function in (run(backend), attention_reference)
         )
         for a, b in zip(ours, theirs, strict=True):
@@ -55,13 +55,13 @@ TILED_OPTIONS = {n: x for n, x in OPTIONS.items() if n not in ("splits", "tma")}
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("case", cases_of_pairs(TILED_OPTIONS), ids=str)
+@pytest.mark.parametrize("case", list_cases_of_pairs(TILED_OPTIONS), ids=str)
 def test_every_pair_of_options_is_as_good_as_plain(case):
     case = dict(case)
-    case |= sinks(case.pop("sinks"), case["shape"])
+    case |= make_sinks(case.pop("sinks"), case["shape"])
     # One query has few errors, so the median of their largest needs more draws.
     draws = 25 if case["shape"] == "one query" else 9
-    shape = tensors(case.pop("shape"), case.pop("dim"))
+    shape = draw_tensors(case.pop("shape"), case.pop("dim"))
     assert_as_good_as_plain(run("torch"), shape, draws=draws, **case)
 
 

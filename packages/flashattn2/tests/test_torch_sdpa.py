@@ -27,7 +27,7 @@ LEFT_OUT = (
 )
 
 
-def outcomes(oracle, folder, names=()):
+def run_tests(oracle, folder, names=()):
     """Return the tests that pass, the messages of the other tests, and those that called ours."""
     folder = folder / oracle
     folder.mkdir()
@@ -60,7 +60,7 @@ def outcomes(oracle, folder, names=()):
 
 def test_torch_sdpa_tests_that_pass_with_torch_pass_with_ours(tmp_path):
     """Torch's function runs only for the tests that fail with ours, which halves the time."""
-    ours, failed, judged = outcomes("flashattn2", tmp_path)
+    ours, failed, judged = run_tests("flashattn2", tmp_path)
     assert len(ours & judged) >= 100, sorted(judged)
-    theirs, _, _ = outcomes("torch", tmp_path, sorted(failed)) if failed else (set(), {}, set())
+    theirs, _, _ = run_tests("torch", tmp_path, sorted(failed)) if failed else (set(), {}, set())
     assert {name: failed[name][-3000:] for name in theirs.intersection(failed)} == {}

@@ -61,7 +61,7 @@ def models(request):
     return pair
 
 
-def tokens(batch=2, seq=13):
+def draw_tokens(batch=2, seq=13):
     return torch.randint(3, 97, (batch, seq), generator=torch.Generator().manual_seed(1))
 
 
@@ -72,7 +72,7 @@ def compare(models, rows=None, **inputs):
 
 
 def test_logits_without_padding(models):
-    compare(models, input_ids=tokens())
+    compare(models, input_ids=draw_tokens())
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
@@ -83,7 +83,7 @@ def test_logits_with_padding(models, side):
     if side != "left":
         mask[1, -5:] = 0
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
-    compare(models, mask, input_ids=tokens(), attention_mask=mask, position_ids=position_ids)
+    compare(models, mask, input_ids=draw_tokens(), attention_mask=mask, position_ids=position_ids)
 
 
 def test_gradients_with_padding(models):
@@ -91,7 +91,7 @@ def test_gradients_with_padding(models):
     mask[0, :4] = mask[1, -5:] = 0
     grads = []
     for model in models:
-        logits = model(input_ids=tokens(), attention_mask=mask).logits
+        logits = model(input_ids=draw_tokens(), attention_mask=mask).logits
         loss = logits[mask.bool()].square().mean()
         named = dict(model.named_parameters())
         computed = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
@@ -102,7 +102,7 @@ def test_gradients_with_padding(models):
 
 
 def test_loss_after_left_padding_is_equal_without_the_prediction_at_padding(models):
-    inputs = tokens(1, 9)
+    inputs = draw_tokens(1, 9)
     mask = torch.ones_like(inputs)
     mask[:, :4] = 0
     labels = inputs.masked_fill(mask == 0, -100)
@@ -117,7 +117,7 @@ def test_generation_with_left_padding(models, cache):
     mask[0, :4] = 0
     kwargs = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
     texts = [
-        m.generate(tokens(), attention_mask=mask, max_new_tokens=9, do_sample=False, **kwargs)
+        m.generate(draw_tokens(), attention_mask=mask, max_new_tokens=9, do_sample=False, **kwargs)
         for m in models
     ]
     assert torch.equal(*texts)
@@ -128,9 +128,9 @@ def test_packed_sequences_are_recognized_by_position_ids(models):
     if models[0].config.model_type == "gpt_oss":
         # Its masks never separate packed sequences.
         with pytest.raises(ValueError, match="position_ids restart within a sequence"):
-            models[1](input_ids=tokens(), position_ids=positions, use_cache=False)
+            models[1](input_ids=draw_tokens(), position_ids=positions, use_cache=False)
     else:
-        compare(models, input_ids=tokens(), position_ids=positions, use_cache=False)
+        compare(models, input_ids=draw_tokens(), position_ids=positions, use_cache=False)
 
 
 def test_repeated_registration_wraps_the_choice_of_attention_once():
@@ -145,9 +145,9 @@ def test_unsupported_mask_is_an_error(models):
     with pytest.raises(
         ValueError, match=r"made by flashattn2, got a tensor of shape \(2, 1, 13, 13\)"
     ):
-        flash(input_ids=tokens(), attention_mask=four)
+        flash(input_ids=draw_tokens(), attention_mask=four)
     with pytest.raises(ValueError, match="returns no attention weights"):
-        flash(input_ids=tokens(), output_attentions=True)
+        flash(input_ids=draw_tokens(), output_attentions=True)
 
 
 def test_position_biases_of_t5_are_refused_by_name():
@@ -156,7 +156,7 @@ def test_position_biases_of_t5_are_refused_by_name():
     )
     model = transformers.AutoModel.from_config(config, attn_implementation="linear_memory")
     with pytest.raises(ValueError, match="does not support position_bias of T5Attention"):
-        model.eval().encoder(input_ids=tokens())
+        model.eval().encoder(input_ids=draw_tokens())
 
 
 def test_holes_in_the_padding_are_followed_or_refused(models):
@@ -164,12 +164,12 @@ def test_holes_in_the_padding_are_followed_or_refused(models):
     mask[0, 5:7] = 0
     if getattr(models[0].config, "sliding_window", None):
         with pytest.raises(ValueError, match="holes between tokens"):
-            models[1](input_ids=tokens(), attention_mask=mask)
+            models[1](input_ids=draw_tokens(), attention_mask=mask)
     else:
-        compare(models, mask, input_ids=tokens(), attention_mask=mask)
+        compare(models, mask, input_ids=draw_tokens(), attention_mask=mask)
 
 
-def visible(mask):
+def make_visible(mask):
     """Return a mask as a boolean tensor (batch, seq_q, seq_k)."""
     rule, seq_k = mask.rule, mask.shape[3]
     q = torch.arange(rule.seq_q)[:, None] + rule.first
@@ -248,7 +248,7 @@ def test_known_masks_are_recognized_exactly():
                 sequence = torch.ones(2, grid.kv_length, dtype=torch.int32)
             is_packed = bool((sequence > 1).any())
             rule = Rule(grid.q_length, grid.shift, pattern.left, pattern.right, True, is_packed)
-            assert torch.equal(visible(AttentionMask(sequence, rule)), expected[:, 0])
+            assert torch.equal(make_visible(AttentionMask(sequence, rule)), expected[:, 0])
 
 
 def test_restarting_positions_without_separated_sequences_are_not_a_pattern():
@@ -288,7 +288,7 @@ def test_memory_of_a_sliding_mask_is_linear():
     assert peaks[1] <= 2.1 * peaks[0]
 
 
-def tiny(name, **changes):
+def build_tiny(name, **changes):
     kind, defaults = MODELS[name]
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(
@@ -297,7 +297,7 @@ def tiny(name, **changes):
     ).eval()
 
 
-def collated(*parts, **options):
+def collate_batch(*parts, **options):
     """Return the batch of these token sequences by the padding-free collator."""
     batch = transformers.DataCollatorWithFlattening(**options)(
         [{"input_ids": part.tolist()} for part in parts]
@@ -310,26 +310,26 @@ def collated(*parts, **options):
 @torch.no_grad()
 def test_packed_sequences_of_a_padding_free_collator(name):
     """Each document has its separate logits by its positions; cu_seq_lens are refused."""
-    model = tiny(name)
-    parts = [tokens(1, n)[0] for n in (9, 1, 6)]
+    model = build_tiny(name)
+    parts = [draw_tokens(1, n)[0] for n in (9, 1, 6)]
     expected = torch.cat([model(input_ids=part[None]).logits for part in parts], 1)
-    logits = model(**collated(*parts), use_cache=False).logits
+    logits = model(**collate_batch(*parts), use_cache=False).logits
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-4)
     with pytest.raises(ValueError, match=r"leave them out \(return_flash_attn_kwargs=False"):
-        model(**collated(*parts, return_flash_attn_kwargs=True), use_cache=False)
+        model(**collate_batch(*parts, return_flash_attn_kwargs=True), use_cache=False)
     # With a cache transformers makes a mask of one sequence.
     with pytest.raises(ValueError, match="position_ids restart within a sequence"):
-        model(**collated(*parts), use_cache=True)
+        model(**collate_batch(*parts), use_cache=True)
     # Two sequences of one token have the positions 0 and 0.
     with pytest.raises(ValueError, match="position_ids restart within a sequence"):
-        model(**collated(*(part[:1] for part in parts)), use_cache=True)
+        model(**collate_batch(*(part[:1] for part in parts)), use_cache=True)
 
 
 @torch.no_grad()
 def test_positions_of_padding_are_not_packed_sequences():
     """In generation, left padding has position 0 or 1, and tokens start at 0 after it."""
-    model = tiny("llama")
-    ids = tokens(1)
+    model = build_tiny("llama")
+    ids = draw_tokens(1)
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
     positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
@@ -380,10 +380,10 @@ def test_unknown_tensor_arguments_are_refused():
 def test_compiled_layer_equals_eager_layer():
     """The exhaustive tests of the families compile whole models."""
     torch._dynamo.reset()
-    model = tiny("mistral", num_hidden_layers=1)
+    model = build_tiny("mistral", num_hidden_layers=1)
     mask = torch.ones(2, 13, dtype=torch.long)
     mask[0, :4] = 0
-    expected = model(input_ids=tokens(), attention_mask=mask).logits
+    expected = model(input_ids=draw_tokens(), attention_mask=mask).logits
     model.model.layers[0].self_attn.compile(backend="eager")
-    logits = model(input_ids=tokens(), attention_mask=mask).logits
+    logits = model(input_ids=draw_tokens(), attention_mask=mask).logits
     torch.testing.assert_close(logits, expected)

@@ -59,7 +59,7 @@ def registered():
 
 def check(family, scenarios):
     try:
-        outcomes = decoder_families.outcomes(family, scenarios)
+        outcomes = decoder_families.run_scenarios(family, scenarios)
     except decoder_families.CannotBuildError as error:
         pytest.skip(f"no tiny model of it: {str(error)[:80]}")
     for scenario, outcome in outcomes.items():

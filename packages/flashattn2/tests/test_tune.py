@@ -16,7 +16,7 @@ from flashattn2.kernels import configs, launch
 ENTRY = ("tma", "half", "forward"), 64, False
 
 
-def compiler_facts(job, **facts):
+def make_compiler_facts(job, **facts):
     """Return facts as a compiler may report them."""
     return {
         **job, "registers": 168, "stack_bytes": 0, "shared_bytes": 100000, "work": 1.0,
@@ -27,8 +27,8 @@ def compiler_facts(job, **facts):
 @pytest.mark.parametrize("arch", [90, 80])
 def test_tables_have_the_format_of_the_tuner(arch):
     text = files("flashattn2.kernels").joinpath(f"tables/sm_{arch}.json").read_text()
-    current = tune.table(arch, None, None, wanted=lambda entry: False)
-    assert tune.written(current) == text
+    current = tune.build_table(arch, None, None, wanted=lambda entry: False)
+    assert tune.format_table(current) == text
     assert len(current) == len([key for key in configs.TILES if key[0] in tune.PATHS[arch]])
 
 
@@ -43,19 +43,19 @@ def test_tile_that_fails_a_gate_is_not_selected(fault):
 
     def compiled(job):
         if tuple(job["tile"]) == faultless or fault is None:
-            return compiler_facts(job)
-        return compiler_facts(job, **fault)
+            return make_compiler_facts(job)
+        return make_compiler_facts(job, **fault)
 
-    chosen = tune.best(*ENTRY, 90, compiled, lambda result: result["tile"][0])
+    chosen = tune.find_best(*ENTRY, 90, compiled, lambda result: result["tile"][0])
     assert (chosen == faultless) == (fault is not None)
-    assert tune.best(*ENTRY, 90, lambda job: None, tune.cost) is None
+    assert tune.find_best(*ENTRY, 90, lambda job: None, tune.compute_cost) is None
 
 
 def test_entry_without_a_valid_tile_is_unchanged(capsys):
-    table = tune.table(90, lambda job: None, tune.cost)
+    table = tune.build_table(90, lambda job: None, tune.compute_cost)
     assert "tma half dq 64 has no valid tile and is unchanged" in capsys.readouterr().err
     text = files("flashattn2.kernels").joinpath("tables/sm_90.json").read_text()
-    assert json.loads(tune.written(table)) == json.loads(text)
+    assert json.loads(tune.format_table(table)) == json.loads(text)
 
 
 def test_times_are_those_of_the_triton_kernels_with_the_tile(monkeypatch):
@@ -71,7 +71,7 @@ def test_times_are_those_of_the_triton_kernels_with_the_tile(monkeypatch):
     monkeypatch.setattr(triton.testing, "do_bench", lambda run, **_: run() is None)
     monkeypatch.setattr(torch, "randn", lambda shape, device, **options: randn(2, **options))
     job = {"kernel": "forward", "tile": (64, 32, 4, 2), "dim": 64, "dtype": "bf16", "tma": True}
-    tune.milliseconds(compiler_facts(job, kind="half"))
+    tune.measure_milliseconds(make_compiler_facts(job, kind="half"))
     assert set(chosen) == {("triton", (configs.TileConfig(64, 32, 4, 2), True))}
 
 
@@ -80,9 +80,9 @@ def test_cost_model_prefers_less_work_wider_instructions_and_more_stages():
         "kernel": "forward", "tile": (128, 128, 8, 2), "dim": 64, "arch": 90, "dtype": "bf16",
         "kind": "half",
     }  # fmt: skip
-    least = tune.cost(compiler_facts(job))
+    least = tune.compute_cost(make_compiler_facts(job))
     for worse in ({"work": 1.5}, {"widths": [16, 64]}, {"tile": (128, 16, 8, 1)}):
-        assert tune.cost(compiler_facts(job, **worse)) > least
+        assert tune.compute_cost(make_compiler_facts(job, **worse)) > least
 
 
 @pytest.mark.exhaustive

@@ -10,7 +10,7 @@ CU_Q = torch.tensor([0, 37, 37, 38, 90], dtype=torch.int32)
 CU_K = torch.tensor([0, 20, 41, 80, 110], dtype=torch.int32)
 
 
-def one_by_one(function, cu_q=CU_Q, cu_k=CU_K):
+def apply_one_by_one(function, cu_q=CU_Q, cu_k=CU_K):
     """Return the function applied to each packed sequence."""
 
     def run(q, k, v, **options):
@@ -26,11 +26,11 @@ def one_by_one(function, cu_q=CU_Q, cu_k=CU_K):
     return run
 
 
-def packed(backend, cu_q=CU_Q, cu_k=CU_K):
+def build_packed(backend, cu_q=CU_Q, cu_k=CU_K):
     return lambda q, k, v, **o: flash_attention_varlen(q, k, v, cu_q, cu_k, backend=backend, **o)
 
 
-def tensors(dim=16, dtype=torch.float32):
+def draw_tensors(dim=16, dtype=torch.float32):
     q = torch.randn(90, 2, dim)
     k, v = (torch.randn(110, 1, dim) for _ in "kv")
     return [x.to(dtype) for x in (q, k, v)]
@@ -48,9 +48,9 @@ def tensors(dim=16, dtype=torch.float32):
 )
 def test_packed_attention_is_attention_over_each_sequence(interpreter, backend, options):
     assert_as_good_as_plain(
-        packed(backend),
-        tensors(),
-        one_by_one=one_by_one,
+        build_packed(backend),
+        draw_tensors(),
+        one_by_one=apply_one_by_one,
         lse_shape=(2, 90),
         **options,
     )
@@ -65,10 +65,10 @@ def test_many_sequences_of_any_lengths_are_located(interpreter):
     q = torch.randn(int(cu_q[-1]), 1, 16)
     k, v = (torch.randn(int(cu_k[-1]), 1, 16) for _ in "kv")
     assert_as_good_as_plain(
-        packed("triton", cu_q, cu_k),
+        build_packed("triton", cu_q, cu_k),
         [q, k, v],
         is_causal=True,
-        one_by_one=lambda run: one_by_one(run, cu_q, cu_k),
+        one_by_one=lambda run: apply_one_by_one(run, cu_q, cu_k),
         lse_shape=(1, len(q)),
     )
 
@@ -79,7 +79,7 @@ def test_reference_passes_gradcheck_and_gradgradcheck(fast_mode):
     tensors = [torch.randn(5, 1, 2, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
 
     def run(q, k, v):
-        return packed("torch", cu, cu)(q, k, v, is_causal=True, return_lse=True)
+        return build_packed("torch", cu, cu)(q, k, v, is_causal=True, return_lse=True)
 
     assert gradcheck(run, tensors, fast_mode=fast_mode)
     assert gradgradcheck(run, tensors, fast_mode=fast_mode)
@@ -102,13 +102,13 @@ def test_reference_passes_gradcheck_and_gradgradcheck(fast_mode):
 )
 def test_values_of_other_sequences_change_no_bit(interpreter, dtype, options, odd):
     """NaN and infinities are in the other sequences, whose rows are in the same tiles."""
-    q, k, v = tensors(dtype=dtype)
+    q, k, v = draw_tensors(dtype=dtype)
     inputs = [q[:, :1], k, v, torch.randn(90, 1, 16, dtype=dtype)]
     rows = [torch.repeat_interleave(torch.arange(4), cu.diff()) for cu in (CU_Q, CU_K, CU_K, CU_Q)]
 
     def results(q, k, v, grad_out):
         q, k, v = (x.requires_grad_() for x in (q, k, v))
-        run = packed("triton")
+        run = build_packed("triton")
         out = run(q, k, v, **options)
         return out, *torch.autograd.grad(out, (q, k, v), grad_out)
 

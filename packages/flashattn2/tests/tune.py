@@ -33,7 +33,7 @@ ALL_REGISTERS = 255
 FEW_BYTES, MOST_WORK = 48, {90: 1.02, 80: 1.05}
 
 
-def entries(arch):
+def iter_entries(arch):
     """Yield each table and head dim, with True for the tile of the options with most registers."""
     for key, tiles in configs.TILES.items():
         if key[0] in PATHS[arch]:
@@ -42,7 +42,7 @@ def entries(arch):
                     yield key, block_d, rich
 
 
-def options(path, rich):
+def choose_options(path, rich):
     """Return the options that need the most registers, with which a tile is compiled."""
     choices = [{}, shipped.NOT_CAUSAL]
     if rich:
@@ -51,7 +51,7 @@ def options(path, rich):
     return choices if path == "tma" else choices + packed
 
 
-def candidates(key, block_d, arch):
+def iter_candidates(key, block_d, arch):
     """Yield the tiles whose buffers fit and whose products no warpgroup repeats."""
     path, kind, kernel = key
     element_bytes = 2 if kind == "half" else 4
@@ -70,7 +70,7 @@ def candidates(key, block_d, arch):
             yield (m, n, warps, stages, *([ALL_REGISTERS] if is_float32 else []))
 
 
-def passes(result):
+def is_accepted(result):
     """Return True if the compiled tile passes every gate."""
     half = result["kind"] == "half" and result["dim"] <= 128
     return (
@@ -81,7 +81,7 @@ def passes(result):
     )
 
 
-def cost(result):
+def compute_cost(result):
     """Return the modeled cycles of a multiprocessor per FLOP that the algorithm needs.
 
     The time of a tile of scores consists of its products, at the rate of their narrowest
@@ -111,7 +111,7 @@ def cost(result):
     return cycles / flops
 
 
-def milliseconds(result, rounds=5):
+def measure_milliseconds(result, rounds=5):
     """Return the time of the pass with this tile on this GPU."""
     import torch
     from flashattn2 import flash_attention, flash_attention_varlen
@@ -154,32 +154,32 @@ def milliseconds(result, rounds=5):
         launch.choose_tile = chosen
 
 
-def best(key, block_d, rich, arch, compiled, speed):
+def find_best(key, block_d, rich, arch, compiled, speed):
     """Return the valid tile of the lowest cost, or None."""
     path, _, kernel = key
     ranked = []
-    for tile in candidates(key, block_d, arch):
+    for tile in iter_candidates(key, block_d, arch):
         jobs = [
             job
-            for option in options(path, rich)
-            for job in shipped.jobs(key, block_d, tile, option)
+            for option in choose_options(path, rich)
+            for job in shipped.iter_jobs(key, block_d, tile, option)
             if job["arch"] == arch and job["kernel"] == kernel
         ]
         results = [compiled(job) for job in jobs]
-        if all(result is not None and passes(result) for result in results):
+        if all(result is not None and is_accepted(result) for result in results):
             ranked.append((speed(results[0]), tile))
     return min(ranked)[1] if ranked else None
 
 
-def table(arch, compiled, speed, wanted=lambda entry: True):
+def build_table(arch, compiled, speed, wanted=lambda entry: True):
     """Return a new table with a tile for every entry, in the form of a file in `tables`."""
     choices = {}
-    for key, block_d, rich in entries(arch):
+    for key, block_d, rich in iter_entries(arch):
         tile = configs.TILES.get(key, {}).get(block_d)
         if rich:
             tile = configs.RICH.get(key, {}).get(block_d, tile)
         if wanted((key, block_d, rich)):
-            chosen = best(key, block_d, rich, arch, compiled, speed)
+            chosen = find_best(key, block_d, rich, arch, compiled, speed)
             if chosen is None:
                 print(*key, block_d, "has no valid tile and is unchanged", file=sys.stderr)
             tile = chosen or tile
@@ -192,7 +192,7 @@ def table(arch, compiled, speed, wanted=lambda entry: True):
     return {key: part for key, part in parts.items() if part}
 
 
-def written(table):
+def format_table(table):
     """Return the table as text, with one line per part of an entry."""
     entries = []
     for key, parts in table.items():
@@ -201,7 +201,7 @@ def written(table):
     return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
-def attempt(job):
+def compile_tile(job):
     """Return the facts of the compiled tile, or None if it does not compile."""
     try:
         return compile_job(job)
@@ -226,17 +226,19 @@ def main(argv=None):
 
     jobs = [
         job
-        for key, block_d, rich in filter(wanted, entries(arguments.arch))
-        for tile in candidates(key, block_d, arguments.arch)
-        for option in options(key[0], rich)
-        for job in shipped.jobs(key, block_d, tile, option)
+        for key, block_d, rich in filter(wanted, iter_entries(arguments.arch))
+        for tile in iter_candidates(key, block_d, arguments.arch)
+        for option in choose_options(key[0], rich)
+        for job in shipped.iter_jobs(key, block_d, tile, option)
         if job["arch"] == arguments.arch
     ]
     names = [json.dumps(job) for job in jobs]
     with ProcessPoolExecutor(arguments.jobs) as pool:
-        known = dict(zip(names, pool.map(attempt, jobs, chunksize=4), strict=True))
-    speed = milliseconds if arguments.measure else cost
-    text = written(table(arguments.arch, lambda job: known[json.dumps(job)], speed, wanted))
+        known = dict(zip(names, pool.map(compile_tile, jobs, chunksize=4), strict=True))
+    speed = measure_milliseconds if arguments.measure else compute_cost
+    text = format_table(
+        build_table(arguments.arch, lambda job: known[json.dumps(job)], speed, wanted)
+    )
     (arguments.out.write_text if arguments.out else print)(text)
 
 

@@ -35,12 +35,12 @@ class Circuit:
     k_composition_others: float
 
 
-def accuracy_on_repeats(logits: Tensor, tokens: Tensor, repeated: Tensor) -> float:
+def compute_accuracy_on_repeats(logits: Tensor, tokens: Tensor, repeated: Tensor) -> float:
     correct = logits[:, :-1].argmax(-1) == tokens[:, 1:]
     return correct[repeated[:, 1:]].float().mean().item()
 
 
-def loss_on_repeats(logits: Tensor, tokens: Tensor, repeated: Tensor) -> float:
+def compute_loss_on_repeats(logits: Tensor, tokens: Tensor, repeated: Tensor) -> float:
     predicted, correct = logits[:, :-1][repeated[:, 1:]], tokens[:, 1:][repeated[:, 1:]]
     return torch.nn.functional.cross_entropy(predicted, correct).item()
 
@@ -70,16 +70,16 @@ def find_circuit(model: AttentionOnly, tokens: Tensor, repeated: Tensor) -> Circ
     The induction head is detected on the later copies.
     """
     with record(model, "blocks.*.attention.pattern") as seen:
-        accuracy = accuracy_on_repeats(model(tokens), tokens, repeated)
+        accuracy = compute_accuracy_on_repeats(model(tokens), tokens, repeated)
     previous = detect_heads(list(seen.values())[:1], tokens, queries=~repeated).best("previous")
     induction = detect_heads(seen, tokens, queries=repeated).best("induction")
-    losses = [loss_on_repeats(model(tokens), tokens, repeated)]
+    losses = [compute_loss_on_repeats(model(tokens), tokens, repeated)]
     for head in (previous, induction):
         dropped = drop_heads(head.head, heads=model.layers[0].attention.heads)
         with patch(model, {f"blocks.{head.layer}.attention.o:input": dropped}):
-            losses.append(loss_on_repeats(model(tokens), tokens, repeated))
+            losses.append(compute_loss_on_repeats(model(tokens), tokens, repeated))
             if head is previous:
-                ablated = accuracy_on_repeats(model(tokens), tokens, repeated)
+                ablated = compute_accuracy_on_repeats(model(tokens), tokens, repeated)
     ov, qk = model.ov(), model.qk()
     embed = model.embed.weight
     copying = copying_scores(ov, embed, model.unembed.weight)[induction.layer, induction.head]

@@ -42,7 +42,7 @@ TOKENS = torch.arange(24).reshape(2, 12) * 7 % 58 + 3
 SKIPPED: list[str] = []
 
 
-def small_model(kind: str) -> nn.Module:
+def build_small_model(kind: str) -> nn.Module:
     """Return a random model of a type, or skip the test."""
     config_class = CONFIG_MAPPING[kind]
     try:
@@ -74,7 +74,7 @@ def small_model(kind: str) -> nn.Module:
     return model
 
 
-def blocks_of(model: nn.Module) -> str:
+def find_last_block(model: nn.Module) -> str:
     """Return the name of the last block of the longest list of equal modules."""
     lists = {name: m for name, m in model.named_modules() if isinstance(m, nn.ModuleList)}
     name = max(lists, key=lambda name: (len(lists[name]) == 2, -name.count(".")))
@@ -97,9 +97,9 @@ def check_patterns(model: nn.Module, expected: Tensor) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", TYPES)
 def test_records_and_patches_work_and_descriptions_are_right_or_refused(kind: str) -> None:
-    model = small_model(kind)
+    model = build_small_model(kind)
     expected = model(TOKENS).logits
-    site = blocks_of(model)
+    site = find_last_block(model)
     with record(model, site) as seen:
         assert torch.equal(model(TOKENS).logits, expected)
     assert seen[site].isfinite().all()

@@ -4,7 +4,7 @@ import torch
 from interp import AttentionOnly, LowRank, composition_scores
 
 
-def circuits(layers: int, heads: int, d: int, rank: int, seed: int) -> tuple[LowRank, LowRank]:
+def draw_circuits(layers: int, heads: int, d: int, rank: int, seed: int) -> tuple[LowRank, LowRank]:
     torch.manual_seed(seed)
     sizes = (layers, heads, d, rank), (layers, heads, rank, d)
     ov, qk = (LowRank(*(torch.randn(s, dtype=torch.float64) for s in sizes)) for _ in range(2))
@@ -18,7 +18,7 @@ def test_scores_equal_the_dense_definition(
     monkeypatch: pytest.MonkeyPatch, kind: str, heads: int, d: int, rank: int, block: int
 ) -> None:
     monkeypatch.setattr(interp.circuits.composition, "_MAX_PRODUCT_ENTRIES", block)
-    ov, qk = circuits(4, heads, d, rank, 0)
+    ov, qk = draw_circuits(4, heads, d, rank, 0)
     scores = composition_scores(ov, qk, kind=kind)  # type: ignore[arg-type]
     for l1 in range(4):
         for h1 in range(heads):
@@ -33,7 +33,7 @@ def test_scores_equal_the_dense_definition(
 
 
 def test_unrelated_circuits_score_chance_and_disjoint_circuits_score_zero() -> None:
-    ov, qk = circuits(2, 8, 64, 4, 0)
+    ov, qk = draw_circuits(2, 8, 64, 4, 0)
     scores = composition_scores(ov, qk, kind="k")[0, :, 1]
     assert scores.mean().item() == pytest.approx(1 / 8, rel=0.05)
     a = torch.zeros(2, 1, 6, 2, dtype=torch.float64)
@@ -52,7 +52,7 @@ def test_methods_of_a_decoder_are_refused_as_circuits(name: str) -> None:
 
 @pytest.mark.parametrize("size", [1e-12, 1e12])
 def test_scores_do_not_depend_on_the_size_of_the_circuits(size: float) -> None:
-    ov, qk = (LowRank(x.a.float(), x.b.float()) for x in circuits(3, 2, 9, 2, 0))
+    ov, qk = (LowRank(x.a.float(), x.b.float()) for x in draw_circuits(3, 2, 9, 2, 0))
     scaled_ov, scaled_qk = (LowRank(size * x.a, size * x.b) for x in (ov, qk))
     expected = composition_scores(ov, qk, kind="q")
     torch.testing.assert_close(composition_scores(scaled_ov, scaled_qk, kind="q"), expected)

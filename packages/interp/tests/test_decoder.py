@@ -72,18 +72,18 @@ CHECKPOINTS = (
 )
 
 
-def case(*values: object, usual: bool) -> Any:
+def make_case(*values: object, usual: bool) -> Any:
     """Return the values of a test, which is part of the exhaustive run only unless `usual`."""
     return pytest.param(*values, marks=[] if usual else pytest.mark.exhaustive)
 
 
 #: The representatives are tested in every run, the other families in the exhaustive one.
-SAMPLED = [case(name, usual=name in REPRESENTATIVES) for name in FAMILIES]
+SAMPLED = [make_case(name, usual=name in REPRESENTATIVES) for name in FAMILIES]
 #: A name with a second word has other options of its family. It is tested in the exhaustive run.
-EACH_FAMILY = [case(name, usual=" " not in name) for name in FAMILIES]
+EACH_FAMILY = [make_case(name, usual=" " not in name) for name in FAMILIES]
 
 
-def peer(name: str, attention: str = "eager") -> torch.nn.Module:
+def build_peer(name: str, attention: str = "eager") -> torch.nn.Module:
     """Return a random float64 model in which every parameter affects the logits."""
     model_class = getattr(transformers, name.split()[0])
     config = model_class.config_class(**FAMILIES[name])
@@ -101,25 +101,25 @@ def peer(name: str, attention: str = "eager") -> torch.nn.Module:
 
 
 @functools.cache
-def shared_peer(name: str) -> torch.nn.Module:
+def get_shared_peer(name: str) -> torch.nn.Module:
     """Return a `peer` that several tests read and none changes."""
-    return peer(name)
+    return build_peer(name)
 
 
 @functools.cache
-def described(name: str) -> Decoder:
+def get_description(name: str) -> Decoder:
     """Return a description that several tests read and none changes."""
-    return describe(shared_peer(name))
+    return describe(get_shared_peer(name))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", EACH_FAMILY)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    model = shared_peer(name)
+    model = get_shared_peer(name)
     expected = model(TOKENS).logits
     # Transformers computes rotary angles and routing weights in float32.
     close = {"rtol": 1e-5, "atol": 1e-5 * float(expected.abs().max())}
-    decoder = described(name)
+    decoder = get_description(name)
     torch.testing.assert_close(decoder(TOKENS), expected, **close)
     lengths = {comparison.length for comparison in decoder.comparisons}
     assert {1, decoder.settings.context} <= lengths
@@ -176,7 +176,7 @@ OLDER = {  # options of configurations before transformers 5
 def test_older_configurations_are_read_as_transformers_reads_them(
     name: str, tmp_path: Path
 ) -> None:
-    model = peer(name).float()
+    model = build_peer(name).float()
     model.save_pretrained(tmp_path)
     config_json = json.loads((tmp_path / "config.json").read_text())
     for newer in ("rope_parameters", "layer_types", "transformers_version"):
@@ -197,16 +197,16 @@ def test_older_configurations_are_read_as_transformers_reads_them(
     "name",
     [
         "Qwen3MoeForCausalLM",
-        *(case(name, usual=False) for name in ("MixtralForCausalLM", "Olmo2ForCausalLM")),
+        *(make_case(name, usual=False) for name in ("MixtralForCausalLM", "Olmo2ForCausalLM")),
     ],
 )
 def test_models_in_half_precision_are_described(name: str) -> None:
-    model = peer(name).bfloat16()
+    model = build_peer(name).bfloat16()
     decoder = describe(model)
     assert decoder(TOKENS).dtype == torch.bfloat16
     metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
     scan = patch_streams(decoder, TOKENS[:1], TOKENS[1:], metric)
-    whole = described(name)
+    whole = get_description(name)
     exact = patch_streams(
         whole, TOKENS[:1], TOKENS[1:], logit_difference(whole.norm, whole.unembed, 5, 8)
     )
@@ -218,9 +218,9 @@ def test_models_in_half_precision_are_described(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
-        *(case(name, "eager", usual=name in REPRESENTATIVES) for name in FAMILIES),
+        *(make_case(name, "eager", usual=name in REPRESENTATIVES) for name in FAMILIES),
         *(
-            case(name, "sdpa", usual=name in ("LlamaForCausalLM", "GPT2LMHeadModel"))
+            make_case(name, "sdpa", usual=name in ("LlamaForCausalLM", "GPT2LMHeadModel"))
             for name in FAMILIES
             # SDPA leaves out Gemma 2's caps, and transformers has none for the rest.
             if not name.startswith(("Gemma2", "GPTJ", "Bloom", "GptOss"))
@@ -230,17 +230,17 @@ def test_models_in_half_precision_are_described(name: str) -> None:
 def test_patterns_equal_output_attentions_and_outputs_are_unchanged(
     name: str, attention: str
 ) -> None:
-    model = peer(name, attention)
+    model = build_peer(name, attention)
     expected = model(TOKENS).logits
     with record_patterns(model) as patterns:
         assert torch.equal(model(TOKENS).logits, expected)
-    theirs = shared_peer(name)(TOKENS, output_attentions=True).attentions
+    theirs = get_shared_peer(name)(TOKENS, output_attentions=True).attentions
     assert len(patterns) == len(theirs) == 2
     for ours, pattern in zip(patterns.values(), theirs, strict=True):
         columns = ours[..., : pattern.shape[-1]]  # without the sink of gpt-oss
         torch.testing.assert_close(columns.to(pattern), pattern, rtol=1e-5, atol=1e-6)
     # The description has the same patterns.
-    decoder = described(name)
+    decoder = get_description(name)
     with record(decoder, "blocks.*.attention.pattern") as seen:
         decoder(TOKENS)
     for ours, pattern in zip(seen.values(), theirs, strict=True):
@@ -251,7 +251,7 @@ def test_patterns_equal_output_attentions_and_outputs_are_unchanged(
 @torch.no_grad()
 @pytest.mark.parametrize("name", SAMPLED)
 def test_folding_keeps_log_probabilities_and_leaves_the_original_alone(name: str) -> None:
-    decoder = described(name)
+    decoder = get_description(name)
     before = {k: v.clone() for k, v in decoder.state_dict().items()}
     expected = decoder(TOKENS)
     folded = fold_decoder(decoder)
@@ -272,7 +272,7 @@ def test_folding_keeps_log_probabilities_and_leaves_the_original_alone(name: str
 @torch.no_grad()
 @pytest.mark.parametrize("name", SAMPLED)
 def test_lens_and_attribution_support_every_family(name: str) -> None:
-    decoder = described(name)
+    decoder = get_description(name)
     with record(decoder, "blocks.*", "norm:input") as seen:
         logits = decoder(TOKENS)
     lens = logit_lens([seen[f"blocks.{i}"] for i in range(2)], None, decoder.decode)
@@ -285,13 +285,13 @@ def test_lens_and_attribution_support_every_family(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [case("GPT2LMHeadModel", usual=False), "LlamaForCausalLM"])
+@pytest.mark.parametrize("name", [make_case("GPT2LMHeadModel", usual=False), "LlamaForCausalLM"])
 @pytest.mark.parametrize(
     "part",
-    ["attention.o:input", case("attention.q", usual=False), "attention.k", "mlp_out"],
+    ["attention.o:input", make_case("attention.q", usual=False), "attention.k", "mlp_out"],
 )
 def test_patch_parts_equals_one_forward_pass_per_patch(name: str, part: str) -> None:
-    decoder = described(name)
+    decoder = get_description(name)
     clean, corrupted = TOKENS[:1], TOKENS[:1].clone()
     corrupted[0, [3, 7]] = torch.tensor([1, 2])
     attention = decoder.layers[0].attention
@@ -318,9 +318,9 @@ def test_patch_parts_equals_one_forward_pass_per_patch(name: str, part: str) -> 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [case(name, usual=name in STRUCTURES) for name in FAMILIES])
+@pytest.mark.parametrize("name", [make_case(name, usual=name in STRUCTURES) for name in FAMILIES])
 def test_patches_of_padded_prompts_equal_one_forward_pass_per_patch(name: str) -> None:
-    decoder = described(name)
+    decoder = get_description(name)
     corrupted = TOKENS[:1].clone()
     corrupted[0, [3, 7]] = torch.tensor([1, 2])
     mask = torch.ones(1, 13, dtype=torch.long)
@@ -361,9 +361,9 @@ def test_unaffected_positions_are_not_recomputed() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", case("GPT2LMHeadModel", usual=False)])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", make_case("GPT2LMHeadModel", usual=False)])
 def test_several_pairs_return_their_mean(name: str) -> None:
-    decoder = described(name)
+    decoder = get_description(name)
     clean, corrupted = TOKENS, TOKENS.roll(3, 1)
     metrics = [logit_difference(decoder.norm, decoder.unembed, i, 8) for i in (5, 6)]
     pairs = [(clean[[i]], corrupted[[i]], metrics[i]) for i in range(2)]
@@ -416,7 +416,7 @@ def test_several_pairs_return_their_mean(name: str) -> None:
     ],
 )
 def test_circuits_under_rotary_positions_give_the_scores_at_every_distance(name: str) -> None:
-    decoder = copy.deepcopy(described(name))
+    decoder = copy.deepcopy(get_description(name))
     block = decoder.layers[1]
     attention = block.attention
     for linear in (attention.q, attention.k):  # circuits leave biases out
@@ -448,7 +448,7 @@ def test_circuits_under_rotary_positions_give_the_scores_at_every_distance(name:
 
 @torch.no_grad()
 def test_circuits_of_latent_attention_leave_out_the_scale_of_the_norm() -> None:
-    attention = described("DeepseekV3ForCausalLM").layers[1].attention
+    attention = get_description("DeepseekV3ForCausalLM").layers[1].attention
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     for part in (attention.q, attention.k, attention.v):
         scale = (part.down(x).square().mean(-1, keepdim=True) + 1e-6).rsqrt()
@@ -552,7 +552,7 @@ def test_fractions_of_rotated_dimensions_are_refused_in_latent_attention(name: s
 
 
 def test_loaded_gpt2_is_tied_and_limited_to_its_positions(tmp_path: Path) -> None:
-    peer("GPT2LMHeadModel").save_pretrained(tmp_path)
+    build_peer("GPT2LMHeadModel").save_pretrained(tmp_path)
     decoder = load_decoder(tmp_path)
     assert decoder.unembed.weight is decoder.embed.weight
     assert all(p.is_contiguous() and not p.requires_grad for p in decoder.parameters())
@@ -578,7 +578,7 @@ def test_loaded_gpt2_is_tied_and_limited_to_its_positions(tmp_path: Path) -> Non
 def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load_decoder(tmp_path)
-    peer("LlamaForCausalLM").save_pretrained(tmp_path)
+    build_peer("LlamaForCausalLM").save_pretrained(tmp_path)
     config_json = json.loads((tmp_path / "config.json").read_text())
     for change, message in (
         ({"model_type": "bert"}, "model_type 'bert' is not one of gpt2, llama"),
@@ -627,7 +627,7 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
 
 
 def test_wrong_tokens_and_models_are_refused() -> None:
-    decoder = described("LlamaForCausalLM")
+    decoder = get_description("LlamaForCausalLM")
     with pytest.raises(ValueError, match="reach from 0 to 40; this vocabulary has 37"):
         decoder(torch.tensor([[0, 40]]))
     with pytest.raises(ValueError, match=r"integers \(batch, seq\)"):
@@ -635,15 +635,15 @@ def test_wrong_tokens_and_models_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one id"):
         decoder(torch.zeros(1, 0, dtype=torch.long))
     with pytest.raises(ValueError, match="describe the model that has the unembedding"):
-        describe(peer("LlamaForCausalLM").model)
+        describe(build_peer("LlamaForCausalLM").model)
     with pytest.raises(ValueError, match=r"got none; set model\.num_heads"):
         describe(nn.Sequential(nn.Linear(3, 3)))
 
 
-@pytest.mark.parametrize("name", [case(name, usual=name in CHECKPOINTS) for name in FAMILIES])
+@pytest.mark.parametrize("name", [make_case(name, usual=name in CHECKPOINTS) for name in FAMILIES])
 def test_checkpoints_without_a_kind_of_tensor_are_refused(name: str, tmp_path: Path) -> None:
     """Without norms, biases or gates in all layers, a decoder would run and have other logits."""
-    peer(name).float().save_pretrained(tmp_path)
+    build_peer(name).float().save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     kinds: dict[str, list[str]] = {}
     for tensor in state:
@@ -670,7 +670,7 @@ def test_patterns_of_torch_attention_and_generation_are_recorded() -> None:
     with record_patterns(layer) as patterns:
         layer(x)
     assert patterns["self_attn"].shape == (1, 2, 5, 5)
-    model = peer("LlamaForCausalLM", "sdpa")
+    model = build_peer("LlamaForCausalLM", "sdpa")
     with record_patterns(model) as patterns:
         model.generate(TOKENS[:, :5], max_new_tokens=4, do_sample=False)
     # The last generated token attends to itself and to the 7 tokens before it, in the cache.
@@ -682,14 +682,14 @@ def test_patterns_of_torch_attention_and_generation_are_recorded() -> None:
     "name",
     [
         *("LlamaForCausalLM", "GPT2LMHeadModel", "OPTForCausalLM"),
-        case("MistralForCausalLM", usual=False),  # windows and padding: test_prompts
+        make_case("MistralForCausalLM", usual=False),  # windows and padding: test_prompts
     ],
 )
 def test_padded_prompts_have_the_same_logits_and_patches_as_unpadded_ones(name: str) -> None:
     mask = torch.ones_like(TOKENS)
     mask[0, :4] = 0
-    model = peer(name, "sdpa")
-    decoder = described(name)
+    model = build_peer(name, "sdpa")
+    decoder = get_description(name)
     seen, positions = mask.bool(), (mask.cumsum(-1) - 1).clamp(min=0)
     columns = torch.arange(13).expand(2, -1)
     for position_ids_ in (positions, columns):
@@ -742,11 +742,13 @@ def test_patterns_of_padded_prompts_equal_output_attentions() -> None:
     mask = torch.ones_like(TOKENS)
     mask[0, :4] = 0
     # In float64, transformers' eager attention of a padded prompt is nan.
-    model = peer("LlamaForCausalLM", "sdpa").float()
+    model = build_peer("LlamaForCausalLM", "sdpa").float()
     expected = model(TOKENS, attention_mask=mask).logits
     with record_patterns(model) as patterns:
         assert torch.equal(model(TOKENS, attention_mask=mask).logits, expected)
-    theirs = peer("LlamaForCausalLM").float()(TOKENS, attention_mask=mask, output_attentions=True)
+    theirs = build_peer("LlamaForCausalLM").float()(
+        TOKENS, attention_mask=mask, output_attentions=True
+    )
     for ours, pattern in zip(patterns.values(), theirs.attentions, strict=True):
         torch.testing.assert_close(ours[:, :, 4:], pattern[:, :, 4:], rtol=1e-5, atol=1e-6)
 
@@ -758,7 +760,7 @@ def test_patterns_of_one_query_with_a_mask_have_all_heads() -> None:
     mask[0, :4] = 0
     recorded = []
     for attention in ("eager", "sdpa"):
-        model = peer("LlamaForCausalLM", attention).float()
+        model = build_peer("LlamaForCausalLM", attention).float()
         with record_patterns(model) as patterns:
             past = model(TOKENS[:, :8], attention_mask=mask[:, :8]).past_key_values
             model(TOKENS[:, 8:9], attention_mask=mask[:, :9], past_key_values=past)
@@ -769,7 +771,7 @@ def test_patterns_of_one_query_with_a_mask_have_all_heads() -> None:
 
 
 def test_record_patterns_removes_hooks_after_an_exception() -> None:
-    model = peer("LlamaForCausalLM")
+    model = build_peer("LlamaForCausalLM")
     with pytest.raises(ZeroDivisionError), record_patterns(model):
         raise ZeroDivisionError
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -189,7 +189,7 @@ class Model(nn.Module):
         return logits if o.logit_cap is None else o.logit_cap * (logits / o.logit_cap).tanh()
 
 
-def model_of(**changes: Any) -> Model:
+def build_model(**changes: Any) -> Model:
     """Return a model with weights at the usual small initialization."""
     torch.manual_seed(0)
     model = Model(dataclasses.replace(Options(), **changes)).eval()
@@ -286,7 +286,7 @@ SUBTLE = (
 )
 
 
-def in_both_dtypes(names: Iterable[str], *sampled: str) -> list[Any]:
+def list_in_both_dtypes(names: Iterable[str], *sampled: str) -> list[Any]:
     """Return each name with both dtypes; bfloat16 of names not in `sampled` is exhaustive.
 
     Both dtypes are described alike, because the verification uses a float32 copy.
@@ -314,18 +314,18 @@ def assert_equal_with_sharp_weights(decoder: Decoder, model: nn.Module) -> None:
         torch.testing.assert_close(decoder(tokens), model(tokens), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_both_dtypes(CARRIED, "as usual", "window"))
+@pytest.mark.parametrize(("name", "dtype"), list_in_both_dtypes(CARRIED, "as usual", "window"))
 def test_detected_or_passed_properties_are_described(name: str, dtype: torch.dtype) -> None:
     changes, settings = CARRIED[name]
     if settings:  # fewer candidates; the other models show that the activation is detected
         settings = {"activation": "silu"} | settings
-    model = model_of(**changes).to(dtype)
+    model = build_model(**changes).to(dtype)
     decoder = describe(model, context=CONTEXT, **settings)
     if dtype == torch.float32:
         assert_equal_with_sharp_weights(decoder, model)
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_both_dtypes(REFUSED, *SUBTLE))
+@pytest.mark.parametrize(("name", "dtype"), list_in_both_dtypes(REFUSED, *SUBTLE))
 def test_unsupported_properties_are_refused(name: str, dtype: torch.dtype) -> None:
     changes = REFUSED[name]
     known: dict[str, Any] = {"context": CONTEXT}
@@ -334,19 +334,21 @@ def test_unsupported_properties_are_refused(name: str, dtype: torch.dtype) -> No
             {"rope_theta": 1e4} if changes.get("rotary", True) else {}
         )
     with pytest.raises(ValueError, match="no description of this Model reproduces its logits"):
-        describe(model_of(**changes).to(dtype), **known)
+        describe(build_model(**changes).to(dtype), **known)
 
 
 @pytest.mark.parametrize("name", NOT_DETECTED)
 def test_bounds_that_no_comparison_reaches_are_not_detected(name: str) -> None:
     """The limits in the README name these bounds, and must change if `describe` detects them."""
-    assert describe(model_of(**NOT_DETECTED[name]), context=CONTEXT).settings.activation == "silu"
+    assert (
+        describe(build_model(**NOT_DETECTED[name]), context=CONTEXT).settings.activation == "silu"
+    )
 
 
 def test_the_default_context_is_1024_tokens_and_shorter_for_large_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = model_of()
+    model = build_model()
     known = {"activation": "silu", "rope_theta": 1e4}
     decoder = describe(model, **known)
     assert decoder.settings.context == 1024
@@ -365,7 +367,7 @@ def test_the_default_context_is_1024_tokens_and_shorter_for_large_models(
 
 
 def test_texts_longer_than_the_verified_length_are_refused() -> None:
-    model = model_of(window=60)
+    model = build_model(window=60)
     decoder = describe(model, context=60)
     assert_equal_with_sharp_weights_up_to(decoder, model, 60)
     with pytest.raises(ValueError, match=r"up to 60 tokens, got 61; describe\(model, context=61\)"):
@@ -383,7 +385,7 @@ def assert_equal_with_sharp_weights_up_to(decoder: Decoder, model: nn.Module, le
 def test_context_beyond_the_positions_is_refused(context: int) -> None:
     message = rf"at least 1 and at most {CONTEXT} \(learned positions\), got {context}"
     with pytest.raises(ValueError, match=message):
-        describe(model_of(rotary=False), context=context)
+        describe(build_model(rotary=False), context=context)
 
 
 class ShortModel(Model):
@@ -400,7 +402,7 @@ def test_longest_accepted_power_of_two_is_verified() -> None:
     model = ShortModel(Options()).eval()
     assert describe(model).settings.context == 64
     assert describe(model, context=70).settings.context == 70
-    assert describe(model_of(rotary=False)).settings.context == CONTEXT
+    assert describe(build_model(rotary=False)).settings.context == CONTEXT
 
 
 @contextmanager
@@ -426,24 +428,24 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def test_descriptions_do_not_depend_on_modes_of_torch(
     mode: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    model = family("GemmaForCausalLM", num_hidden_layers=1)
+    model = build_family("GemmaForCausalLM", num_hidden_layers=1)
     pair = torch.tensor([[1, 2, 3]]), torch.tensor([[1, 4, 3]])
     with mode():
         decoder = describe(model)
         with torch.autocast("cpu", enabled=False):
-            inside = attribution_patching(decoder, ["blocks.0:input"], *pair, last_sum)
+            inside = attribution_patching(decoder, ["blocks.0:input"], *pair, sum_last_logits)
     expected = describe(model)
     assert torch.equal(decoder(pair[0]), expected(pair[0]))
-    outside = attribution_patching(decoder, ["blocks.0:input"], *pair, last_sum)
+    outside = attribution_patching(decoder, ["blocks.0:input"], *pair, sum_last_logits)
     assert torch.equal(inside["blocks.0:input"], outside["blocks.0:input"])
 
 
-def last_sum(logits: Tensor) -> Tensor:
+def sum_last_logits(logits: Tensor) -> Tensor:
     return logits[:, -1].sum()
 
 
 def test_describe_keeps_modes_and_weights() -> None:
-    model = model_of()
+    model = build_model()
     model.train()
     model.blocks[0].eval()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -457,21 +459,21 @@ def test_describe_keeps_modes_and_weights() -> None:
 
 
 def test_warnings_of_the_model_reach_the_caller() -> None:
-    model = model_of()
+    model = build_model()
     model.register_forward_pre_hook(lambda *_: warnings.warn("an old option", stacklevel=1))
     with pytest.warns(UserWarning, match="an old option"):
         describe(model, context=CONTEXT)
 
 
 def test_hooks_that_change_the_logits_are_named() -> None:
-    model = model_of()
+    model = build_model()
     model.blocks[1].mlp["up"].register_forward_hook(lambda _module, _args, output: 1.1 * output)
     with pytest.raises(ValueError, match=r"most 5e-05; remove the hooks of blocks\.1\.mlp\.up; if"):
         describe(model, context=CONTEXT)
 
 
 def test_the_number_of_heads_may_be_passed() -> None:
-    model = model_of()
+    model = build_model()
     for block in model.blocks:
         del block.attn.num_heads
     assert_equal_with_sharp_weights(describe(model, context=CONTEXT, heads=HEADS), model)
@@ -479,7 +481,7 @@ def test_the_number_of_heads_may_be_passed() -> None:
 
 @pytest.mark.parametrize("shared", ["layer", "mlp", "weight"])
 def test_layers_that_share_modules_or_weights_are_described_and_kept(shared: str) -> None:
-    model = family("LlamaForCausalLM", num_hidden_layers=4)
+    model = build_family("LlamaForCausalLM", num_hidden_layers=4)
     first, last = model.model.layers[0], model.model.layers[3]
     if shared == "layer":
         model.model.layers[3] = first
@@ -547,7 +549,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def family(name: str, **options: object) -> nn.Module:
+def build_family(name: str, **options: object) -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
     model_class = getattr(transformers, name)
     config = model_class.config_class(**(FAMILIES[name] | options))
@@ -581,11 +583,11 @@ def test_unsupported_options_of_families_are_refused(
     name: str, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        describe(family(name, **options))
+        describe(build_family(name, **options))
 
 
 def test_other_families_are_recorded_and_refused_with_the_unknown_property() -> None:
-    model = model_of()
+    model = build_model()
     model.config = SimpleNamespace(model_type="mpt", to_dict=lambda: {"model_type": "mpt"})
     tokens = torch.tensor([[1, 2, 3]])
     with patch(model, {"blocks.0": torch.zeros_like}), record(model, "blocks.*") as seen:
@@ -625,7 +627,7 @@ MISUSED: dict[str, Callable[[Arguments], Arguments]] = {
 )
 @pytest.mark.parametrize("misuse", MISUSED)
 def test_models_that_misuse_masks_or_position_ids_are_refused(name: str, misuse: str) -> None:
-    model = family(name)
+    model = build_family(name)
     original = model.forward
 
     def forward(
@@ -661,13 +663,13 @@ class PlainBlock(Block):
 
 
 def test_w1_without_w3_is_the_first_projection() -> None:
-    model = model_of()
+    model = build_model()
     model.blocks = nn.ModuleList(PlainBlock(model.options, i) for i in range(2))
     assert_equal_with_sharp_weights(describe(model, context=CONTEXT), model)
 
 
 def test_weights_outside_of_memory_are_refused() -> None:
-    model = family("GPT2LMHeadModel").to("meta")
+    model = build_family("GPT2LMHeadModel").to("meta")
     message = r"transformer\.wte\.weight is a Parameter on meta; load or dequantize it"
     with pytest.raises(ValueError, match=message):
         describe(model)
@@ -685,7 +687,7 @@ def test_rope_theta_is_refused_for_models_with_a_configuration() -> None:
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
 def test_rounding_errors_of_deep_models_stay_below_the_tolerances(name: str) -> None:
     """Sharp attention and routing amplify rounding errors in each layer."""
-    decoder = describe(family(name, num_hidden_layers=48))
+    decoder = describe(build_family(name, num_hidden_layers=48))
     assert all(c.error < 0.5 * c.tolerance for c in decoder.comparisons)
 
 
@@ -713,7 +715,7 @@ CONSTANTS: dict[str, tuple[str, str, float]] = {
 )
 def test_other_constants_than_those_of_the_configuration_are_refused(constant: str) -> None:
     name, module_type, value = CONSTANTS[constant]
-    model = family(name)
+    model = build_family(name)
     changed = [m for m in model.modules() if type(m).__name__ == module_type]
     if constant == "variance_epsilon":  # Norms inside latent attention have no option.
         changed = [norm for norm in changed if len(norm.weight) != 24]
@@ -740,7 +742,7 @@ PROJECTIONS = ("LlamaForCausalLM", "Phi3ForCausalLM", "FalconForCausalLM")
 def test_weights_changed_in_place_are_followed_or_refused(name: str, how: str) -> None:
     """Each parameter of one layer and outside of layers is changed separately."""
     tokens = torch.arange(26).reshape(2, 13) * 7 % 37
-    model = family(name)
+    model = build_family(name)
     decoder = describe(model)
     folded = fold_decoder(decoder)
     weights = {key: x for key, x in collect_weights(model).items() if ".1." not in key}
@@ -770,7 +772,7 @@ def test_weights_changed_in_place_are_followed_or_refused(name: str, how: str) -
     "name", ["GPT2LMHeadModel", "LlamaForCausalLM", "Phi3ForCausalLM", "OPTForCausalLM"]
 )
 def test_families_without_folded_or_interleaved_weights_share_all_weights(name: str) -> None:
-    model = family(name)
+    model = build_family(name)
     decoder = describe(model)
     shared = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     for parameter in decoder.parameters():
@@ -778,13 +780,13 @@ def test_families_without_folded_or_interleaved_weights_share_all_weights(name: 
 
 
 @functools.cache
-def described_gpt2() -> Decoder:
+def get_described_gpt2() -> Decoder:
     """Return a description that several tests read and none changes."""
-    return describe(family("GPT2LMHeadModel"))
+    return describe(build_family("GPT2LMHeadModel"))
 
 
 def test_exchanged_entries_of_a_copied_vector_are_refused() -> None:
-    model = family("GemmaForCausalLM")
+    model = build_family("GemmaForCausalLM")
     gain = model.model.norm.weight
     with torch.no_grad():
         gain[0] = 0.5
@@ -795,7 +797,7 @@ def test_exchanged_entries_of_a_copied_vector_are_refused() -> None:
 
 
 def test_changes_of_copies_in_a_shared_storage_are_refused_after_cpu() -> None:
-    model = family("GemmaForCausalLM")
+    model = build_family("GemmaForCausalLM")
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     offset = 0
     for parameter in model.parameters():
@@ -809,7 +811,7 @@ def test_changes_of_copies_in_a_shared_storage_are_refused_after_cpu() -> None:
 
 def test_threads_that_describe_one_model_keep_its_weights() -> None:
     tokens = torch.arange(26).reshape(2, 13) * 7 % 37
-    model = family("LlamaForCausalLM")
+    model = build_family("LlamaForCausalLM")
     with torch.no_grad():
         before = model(tokens).logits
         with ThreadPoolExecutor(2) as pool:
@@ -822,7 +824,7 @@ def test_threads_that_describe_one_model_keep_its_weights() -> None:
 @pytest.mark.parametrize("name", ["PhiForCausalLM", "GPTJForCausalLM"])
 def test_tied_unembeddings_keep_their_bias(name: str) -> None:
     tokens = torch.arange(26).reshape(2, 13) * 7 % 37
-    model = family(name, tie_word_embeddings=True)
+    model = build_family(name, tie_word_embeddings=True)
     with torch.no_grad():
         model.lm_head.bias.normal_()
         torch.testing.assert_close(describe(model)(tokens), model(tokens).logits)
@@ -830,17 +832,17 @@ def test_tied_unembeddings_keep_their_bias(name: str) -> None:
 
 def test_moved_or_converted_weights_are_refused() -> None:
     tokens = torch.zeros(1, 5, dtype=torch.long)
-    model = family("LlamaForCausalLM")
+    model = build_family("LlamaForCausalLM")
     decoder = describe(model)
     model.double()
     with pytest.raises(RuntimeError, match=r"moved or converted .*describe\(\) the model again"):
         decoder(tokens)
-    model = family("LlamaForCausalLM")
+    model = build_family("LlamaForCausalLM")
     decoder = describe(model)
     model.lm_head.weight = nn.Parameter(torch.zeros_like(model.lm_head.weight))
     with pytest.raises(RuntimeError, match=r"lm_head\.weight was replaced"):
         decoder(tokens)
-    model = family("LlamaForCausalLM")
+    model = build_family("LlamaForCausalLM")
     converted = describe(model).double()  # a copy of the weights
     assert converted(tokens).dtype == torch.float64
     same = describe(model).cpu().float()  # no copy of the weights
@@ -879,7 +881,7 @@ def test_constants_changed_after_the_description_are_refused(
     change: Callable[[nn.Module], None], name: str
 ) -> None:
     # Granite's forward method reads the configuration.
-    model = family("GraniteForCausalLM" if change is change_config else "LlamaForCausalLM")
+    model = build_family("GraniteForCausalLM" if change is change_config else "LlamaForCausalLM")
     decoder = describe(model)
     folded = fold_decoder(decoder)
     change(model)
@@ -890,13 +892,13 @@ def test_constants_changed_after_the_description_are_refused(
 
 def test_replaced_modules_are_refused() -> None:
     tokens = torch.zeros(1, 5, dtype=torch.long)
-    model = family("LlamaForCausalLM")
+    model = build_family("LlamaForCausalLM")
     decoder = describe(model)
     expected = decoder(tokens)
     model.model.layers[0].mlp.act_fn = nn.ReLU()
     with pytest.raises(RuntimeError, match=r"module model\.layers\.0\.mlp\.act_fn was added, repl"):
         decoder(tokens)
-    model = family("LlamaForCausalLM")
+    model = build_family("LlamaForCausalLM")
     decoder = describe(model)
     projection = model.model.layers[1].self_attn.v_proj
     wrapper = nn.Linear(1, 1, bias=False)
@@ -910,7 +912,7 @@ def test_replaced_modules_are_refused() -> None:
 
 def test_copied_decoders_do_not_notice_changes_of_a_model() -> None:
     tokens = torch.tensor([[1, 2, 3]])
-    described = family("GemmaForCausalLM")
+    described = build_family("GemmaForCausalLM")
     decoder = describe(described)
     expected = decoder(tokens)
     model, decoder = copy.deepcopy((described, decoder))
@@ -922,7 +924,7 @@ def test_copied_decoders_do_not_notice_changes_of_a_model() -> None:
 @pytest.mark.parametrize("cls", ["LlamaForCausalLM", "GptOssForCausalLM"])
 def test_descriptions_are_pickled(cls: str) -> None:
     tokens = torch.tensor([[1, 2, 3]])
-    decoder = describe(family(cls))
+    decoder = describe(build_family(cls))
     torch.testing.assert_close(pickle.loads(pickle.dumps(decoder))(tokens), decoder(tokens))
 
 
@@ -943,14 +945,14 @@ def test_descriptions_are_pickled(cls: str) -> None:
 def test_position_ids_of_packed_texts_are_refused(
     positions: list[list[float]], message: str
 ) -> None:
-    decoder = described_gpt2()
+    decoder = get_described_gpt2()
     with pytest.raises(ValueError, match=message):
         decoder(torch.ones(1, 5, dtype=torch.long), position_ids=torch.tensor(positions))
 
 
 def test_verification_calls_the_model_once_per_property() -> None:
     """Forward passes are the cost of describing a large model."""
-    model = model_of()
+    model = build_model()
     shapes = []
     with model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape))):
         describe(model, context=CONTEXT)
@@ -959,9 +961,9 @@ def test_verification_calls_the_model_once_per_property() -> None:
 
 
 def test_comparisons_of_one_scale_share_random_weights() -> None:
-    tensors = collect_weights(model_of())
+    tensors = collect_weights(build_model())
     roles = assign_roles(tensors)
-    settings = describe(model_of(), context=CONTEXT).settings
+    settings = describe(build_model(), context=CONTEXT).settings
     random_weights = RandomWeights(tensors, roles, settings, gain_offset=0.0)
     scales = Scale("random"), Scale("large", score_std=20.0)
     first, large = random_weights.draw(scales[0], 0), random_weights.draw(scales[1], 0)

@@ -7,7 +7,7 @@ from interp.detect import find_target_keys
 from scipy import stats
 
 
-def plain_score(
+def compute_plain_score(
     pattern: torch.Tensor, tokens: torch.Tensor, kind: str, first_query: int
 ) -> list[float]:
     """Return the score by its definition, one query at a time."""
@@ -51,7 +51,7 @@ def test_scores_equal_the_definition_query_by_query(
     result = detect_heads(patterns, tokens, queries=slice(first_query, None))
     for kind, scores in result.scores.items():
         for layer in range(2):
-            expected = plain_score(patterns[layer], tokens, kind, first_query)
+            expected = compute_plain_score(patterns[layer], tokens, kind, first_query)
             torch.testing.assert_close(
                 scores[layer], torch.tensor(expected, dtype=torch.float64), equal_nan=True
             )
@@ -75,7 +75,7 @@ def test_perfect_heads_score_one_and_uniform_heads_score_chance(kind: str) -> No
     assert best.chance < 0.5
 
 
-def sharp_noise(trial: int, heads: int = 24, length: int = 12) -> torch.Tensor:
+def draw_sharp_noise(trial: int, heads: int = 24, length: int = 12) -> torch.Tensor:
     """Return patterns in which each query attends to one random key, or to a few."""
     generator = torch.Generator().manual_seed(trial)
     scores = torch.randn(1, heads, length, length, generator=generator) * (1, 4, 30)[trial % 3]
@@ -88,7 +88,7 @@ def test_best_of_many_random_heads_is_noise() -> None:
     named, above = 0, 0
     for trial in range(30):
         tokens = torch.randint(4, (1, 12), generator=torch.Generator().manual_seed(trial))
-        result = detect_heads([sharp_noise(trial)], tokens)
+        result = detect_heads([draw_sharp_noise(trial)], tokens)
         for kind in ("previous", "duplicate", "induction"):
             above += result.best(kind).score > 1.5 * result.chance[kind]
             named += not result.best(kind).is_noise
@@ -99,7 +99,7 @@ def test_best_of_many_random_heads_is_noise() -> None:
 
 def test_p_values_are_at_least_permutation_p_values() -> None:
     tokens = torch.randint(3, (1, 12), generator=torch.Generator().manual_seed(1))
-    pattern = sharp_noise(1, heads=3)
+    pattern = draw_sharp_noise(1, heads=3)
     result = detect_heads([pattern], tokens)
     generator = torch.Generator().manual_seed(0)
     for kind in ("previous", "duplicate", "induction"):
@@ -116,7 +116,7 @@ def test_p_values_are_at_least_permutation_p_values() -> None:
 
 def test_copies_of_a_prompt_add_no_evidence() -> None:
     tokens = torch.randint(4, (3, 12), generator=torch.Generator().manual_seed(1))
-    pattern = torch.cat([sharp_noise(trial) for trial in (1, 2, 4)])
+    pattern = torch.cat([draw_sharp_noise(trial) for trial in (1, 2, 4)])
     once = detect_heads([pattern], tokens)
     copies = detect_heads([pattern.repeat(7, 1, 1, 1)], tokens.repeat(7, 1))
     for kind, p_values in once.p_values.items():
@@ -124,7 +124,7 @@ def test_copies_of_a_prompt_add_no_evidence() -> None:
         torch.testing.assert_close(copies.scores[kind], once.scores[kind])
 
 
-def prompts_of_every_kind() -> dict[str, torch.Tensor]:
+def draw_prompts_of_every_kind() -> dict[str, torch.Tensor]:
     """Return prompts with copies, common prefixes, first tokens, periods or a small vocabulary."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, 97, (8, 12), generator=generator)
@@ -140,18 +140,18 @@ def prompts_of_every_kind() -> dict[str, torch.Tensor]:
         "same prefix": same_prefix,
         "repeated": torch.cat([tokens, tokens], 1),
         "few tokens": torch.randint(5, (8, 24), generator=generator),
-        "one other token": template(generator),
+        "one other token": draw_template(generator),
     }
 
 
-def template(generator: torch.Generator) -> torch.Tensor:
+def draw_template(generator: torch.Generator) -> torch.Tensor:
     """Return copies of one prompt in which one token, at two positions, differs."""
     tokens = torch.randint(97, (1, 24), generator=generator).repeat(12, 1)
     tokens[:, 7] = tokens[:, 18] = torch.randperm(97, generator=generator)[:12]
     return tokens
 
 
-def random_patterns(tokens: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
+def draw_random_patterns(tokens: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
     """Return the patterns of a model with sharp random heads, some of which attend by position."""
     torch.manual_seed(seed)
     model = AttentionOnly(vocabulary=97, context=24, d_model=48, layers=2, heads=8)
@@ -163,7 +163,7 @@ def random_patterns(tokens: torch.Tensor, seed: int) -> dict[str, torch.Tensor]:
     return patterns
 
 
-def largest_count(trials: int) -> int:
+def compute_largest_count(trials: int) -> int:
     """Return the number of errors that 5 % exceed in 2 % of all cases."""
     return int(stats.binom(trials, 0.05).ppf(0.98))
 
@@ -173,19 +173,19 @@ def largest_count(trials: int) -> int:
     ("prompts", "models"),
     [
         pytest.param(name, models, marks=[] if is_fast else pytest.mark.exhaustive)
-        for name in prompts_of_every_kind()
+        for name in draw_prompts_of_every_kind()
         for models, is_fast in ((6, name in ("same prefix", "one other token")), (200, False))
     ],
 )
 def test_one_random_model_in_twenty_has_a_significant_head(prompts: str, models: int) -> None:
     """The rate is family-wise: over all heads of a model, for each kind."""
-    tokens = prompts_of_every_kind()[prompts]
+    tokens = draw_prompts_of_every_kind()[prompts]
     named = dict.fromkeys(find_target_keys(tokens), 0)
     for seed in range(models):
-        scores = detect_heads(random_patterns(tokens, seed), tokens)
+        scores = detect_heads(draw_random_patterns(tokens, seed), tokens)
         for kind in named:
             named[kind] += bool(scores.significant(kind))
-    assert all(count <= largest_count(models) for count in named.values()), named
+    assert all(count <= compute_largest_count(models) for count in named.values()), named
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from interp.decoder.fold import fold_decoder
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 30]])
 
 
-def random_gpt2(dtype: torch.dtype) -> Decoder:
+def build_random_gpt2(dtype: torch.dtype) -> Decoder:
     torch.manual_seed(0)
     model = build_random_decoder(
         "gpt2", vocabulary=31, context=9, d_model=12, layers=3, heads=3
@@ -25,7 +25,7 @@ def random_gpt2(dtype: torch.dtype) -> Decoder:
 def test_a_folded_gpt2_gives_the_same_log_probabilities_and_patterns(
     dtype: torch.dtype, tolerance: float
 ) -> None:
-    model = random_gpt2(dtype)
+    model = build_random_gpt2(dtype)
     before = copy.deepcopy(model.state_dict())
     folded = fold_decoder(model)
     with record(model, "**.pattern") as seen:
@@ -57,7 +57,7 @@ def test_a_folded_gpt2_gives_the_same_log_probabilities_and_patterns(
 
 def test_readers_of_layer_norms_have_rows_of_mean_zero() -> None:
     """The mean of a row has an effect if the row reads an RMS norm, so folding preserves it."""
-    model = random_gpt2(torch.float64)
+    model = build_random_gpt2(torch.float64)
     folded = fold_decoder(model)
     for block in folded.layers:
         for reader in (block.attention.q, block.attention.k, block.attention.v, block.mlp.up):
@@ -72,7 +72,7 @@ def test_readers_of_layer_norms_have_rows_of_mean_zero() -> None:
 
 
 def test_converting_a_folded_copy_keeps_the_original() -> None:
-    model = random_gpt2(torch.float32)
+    model = build_random_gpt2(torch.float32)
     expected = model(TOKENS)
     folded = fold_decoder(model)
     for parameter in model.parameters():
@@ -97,7 +97,7 @@ def test_converting_a_folded_copy_keeps_the_original() -> None:
 )
 @torch.no_grad()
 def test_folding_keeps_the_function_under_every_setting(option: dict[str, object]) -> None:
-    plain = random_gpt2(torch.float64)
+    plain = build_random_gpt2(torch.float64)
     model = Decoder(dict(plain.state_dict()), replace(plain.settings, **option))
     expected = model(TOKENS).log_softmax(-1)
     assert not torch.allclose(plain(TOKENS).log_softmax(-1), expected)

@@ -3,7 +3,7 @@ from interp import LowRank, ov_circuit, qk_circuit
 from interp.circuits.heads import apply_attention_head, compute_circuit_pattern
 
 
-def random(*shape: int) -> torch.Tensor:
+def draw_random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
@@ -24,9 +24,9 @@ def test_heads_add_up_to_their_concatenation_and_to_torch() -> None:
     batch, seq = 2, 7
     d, d_head = 12, 3
     heads, kv_heads = 4, 2
-    x = random(batch, seq, d)
-    w_q, w_o = random(heads * d_head, d), random(d, heads * d_head)
-    w_k, w_v = random(kv_heads * d_head, d), random(kv_heads * d_head, d)
+    x = draw_random(batch, seq, d)
+    w_q, w_o = draw_random(heads * d_head, d), draw_random(d, heads * d_head)
+    w_k, w_v = draw_random(kv_heads * d_head, d), draw_random(kv_heads * d_head, d)
     scale = d_head**-0.5
     qk = qk_circuit(w_q, w_k, heads=heads, kv_heads=kv_heads)
     ov = ov_circuit(w_v, w_o, heads=heads, kv_heads=kv_heads)
@@ -40,7 +40,7 @@ def test_heads_add_up_to_their_concatenation_and_to_torch() -> None:
 
 def test_every_scale_is_applied_before_the_causal_mask() -> None:
     torch.manual_seed(0)
-    x, w = random(5, 3), random(3, 3)
+    x, w = draw_random(5, 3), draw_random(3, 3)
     uniform = torch.ones(5, 5, dtype=torch.float64).tril()
     uniform = uniform / uniform.sum(-1, keepdim=True)
     torch.testing.assert_close(compute_circuit_pattern(x, w, scale=0.0), uniform)

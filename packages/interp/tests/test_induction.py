@@ -13,7 +13,7 @@ from torch import Tensor
 UNIVERSE = torch.tensor([(0, *words) for words in itertools.product(range(1, 5), repeat=6)])
 
 
-def induction_reference(
+def compute_induction_reference(
     tokens: Tensor, vocabulary: int, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Return the mean of one-hot successors of all earlier occurrences of each token, or 0.
@@ -31,8 +31,8 @@ def induction_reference(
 
 
 @functools.cache
-def reference_of_the_universe(dtype: torch.dtype = torch.float32) -> Tensor:
-    return induction_reference(UNIVERSE, 5, dtype=dtype)
+def get_reference_of_universe(dtype: torch.dtype = torch.float32) -> Tensor:
+    return compute_induction_reference(UNIVERSE, 5, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -43,7 +43,7 @@ def test_the_circuit_is_bit_equal_to_its_specification_on_every_sequence(
     model = induction_circuit(5, 7, dtype=dtype)
     with record(model, "blocks.0.attention.pattern") as seen:
         logits = model(UNIVERSE)
-    assert torch.equal(logits, reference_of_the_universe(dtype))
+    assert torch.equal(logits, get_reference_of_universe(dtype))
     shift = torch.zeros(7, 7, dtype=dtype)
     shift[range(1, 7), range(6)] = 1
     shift[0, 0] = 1
@@ -56,7 +56,7 @@ def test_error_of_a_softer_circuit_is_bounded_by_the_softmax(
 ) -> None:
     """In each layer at most 6 other keys have a weight of exp(-sharpness / 2)."""
     logits = induction_circuit(5, 7, sharpness=sharpness)(UNIVERSE)
-    error = (logits - reference_of_the_universe()).abs().max().item()
+    error = (logits - get_reference_of_universe()).abs().max().item()
     assert 1e-13 < error < largest
     assert error < 12 * math.exp(-sharpness / 2) * 2
 
@@ -68,7 +68,10 @@ def test_circuits_of_other_sizes_are_exact() -> None:
         tokens[:, 0] = 0
         logits = induction_circuit(vocabulary, context, dtype=torch.float64)(tokens)
         torch.testing.assert_close(
-            logits, induction_reference(tokens, vocabulary, dtype=torch.float64), atol=1e-15, rtol=0
+            logits,
+            compute_induction_reference(tokens, vocabulary, dtype=torch.float64),
+            atol=1e-15,
+            rtol=0,
         )
 
 

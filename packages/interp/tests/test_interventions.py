@@ -130,7 +130,7 @@ def test_knockout_of_chosen_heads_leaves_other_heads_and_queries(model: Attentio
         model(TOKENS)
 
 
-def autoencoder(**options: object) -> SparseAutoencoder:
+def build_autoencoder(**options: object) -> SparseAutoencoder:
     torch.manual_seed(1)
     return SparseAutoencoder(
         w_enc=torch.randn(8, 20, dtype=torch.float64),
@@ -146,7 +146,7 @@ def autoencoder(**options: object) -> SparseAutoencoder:
 @pytest.mark.parametrize("jump", [True, False])
 def test_autoencoder_equals_its_formula_position_by_position(subtracts: bool, jump: bool) -> None:
     threshold = torch.full((20,), 0.7, dtype=torch.float64) if jump else None
-    sae = autoencoder(subtracts_b_dec=subtracts, threshold=threshold)
+    sae = build_autoencoder(subtracts_b_dec=subtracts, threshold=threshold)
     x = torch.randn(2, 3, 8, dtype=torch.float64)
     reconstruction = torch.empty_like(x)
     for row in range(2):
@@ -168,7 +168,7 @@ def test_autoencoder_equals_its_formula_position_by_position(subtracts: bool, ju
 
 @torch.no_grad()
 def test_ablated_features_alone_have_an_effect_if_the_error_is_kept(model: AttentionOnly) -> None:
-    sae = autoencoder()
+    sae = build_autoencoder()
     with record(model, "blocks.1") as seen:
         before = model(TOKENS)
     with patch(model, {"blocks.1": sae.replace()}):
@@ -183,7 +183,7 @@ def test_ablated_features_alone_have_an_effect_if_the_error_is_kept(model: Atten
 
 @pytest.mark.parametrize("subtracts", [True, False])
 def test_autoencoder_accepts_activations_of_another_dtype(subtracts: bool) -> None:
-    sae = autoencoder(subtracts_b_dec=subtracts)
+    sae = build_autoencoder(subtracts_b_dec=subtracts)
     x = 200 * torch.randn(4, 8).half()
     assert torch.equal(sae.encode(x), sae.encode(x.double()))
     # The squares exceed the largest number of float16.

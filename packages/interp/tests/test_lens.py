@@ -27,14 +27,14 @@ class GemmaNorm(nn.Module):
         return x / x.square().mean(-1, keepdim=True).add(1e-5).sqrt() * (1 + self.w)
 
 
-def layer_norm(d: int) -> nn.Module:
+def build_layer_norm(d: int) -> nn.Module:
     norm = nn.LayerNorm(d)
     nn.init.normal_(norm.weight)
     nn.init.normal_(norm.bias)
     return norm
 
 
-NORMS = [layer_norm, RMSNorm, GemmaNorm, nn.RMSNorm, lambda d: None]
+NORMS = [build_layer_norm, RMSNorm, GemmaNorm, nn.RMSNorm, lambda d: None]
 
 
 def test_lens_equals_its_formula_and_ends_in_the_model(

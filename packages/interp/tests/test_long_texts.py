@@ -31,7 +31,7 @@ WINDOWED = {
 }  # fmt: skip
 
 
-def random_model(name: str, options: dict[str, Any]) -> nn.Module:
+def build_random_model(name: str, options: dict[str, Any]) -> nn.Module:
     """Return a model whose attention is far from uniform."""
     model_class = getattr(transformers, name)
     config = model_class.config_class(**options)
@@ -56,7 +56,7 @@ def random_model(name: str, options: dict[str, Any]) -> nn.Module:
 def test_windows_larger_than_the_context_are_compared_reduced(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = random_model(name, WINDOWED[name])
+    model = build_random_model(name, WINDOWED[name])
     window = model.config.sliding_window
     decoder = describe(model)
     lengths = {comparison.name: comparison.length for comparison in decoder.comparisons}
@@ -101,11 +101,11 @@ STRETCHED: dict[str, tuple[str, dict[str, Any], int]] = {
 }  # fmt: skip
 
 
-def tokens_of_length(length: int) -> Tensor:
+def draw_tokens(length: int) -> Tensor:
     return torch.randint(37, (2, length), generator=torch.Generator().manual_seed(1))
 
 
-def fresh_logits(model: nn.Module, tokens: Tensor, **arguments: Tensor) -> Tensor:
+def compute_fresh_logits(model: nn.Module, tokens: Tensor, **arguments: Tensor) -> Tensor:
     """Return the logits after a short text, which resets the angles of dynamic scaling."""
     model(tokens[:, :1])
     return model(tokens, **arguments, use_cache=False).logits
@@ -119,8 +119,8 @@ def test_texts_on_both_sides_of_the_original_length_are_described(
     method: str, dtype: torch.dtype
 ) -> None:
     name, options, original = STRETCHED[method]
-    model = random_model(name, options).to(dtype)
-    model(tokens_of_length(2 * original))  # An earlier long text must not change the description.
+    model = build_random_model(name, options).to(dtype)
+    model(draw_tokens(2 * original))  # An earlier long text must not change the description.
     decoder = describe(model, context=3 * original)
     names = [comparison.name for comparison in decoder.comparisons]
     assert names.count("rotation") == 3
@@ -128,11 +128,11 @@ def test_texts_on_both_sides_of_the_original_length_are_described(
         return
     close = {"rtol": 1e-3, "atol": 1e-3}
     for length in (original - 1, original, original + 1, 2 * original, 3 * original):
-        tokens = tokens_of_length(length)
-        torch.testing.assert_close(decoder(tokens), fresh_logits(model, tokens), **close)
-    tokens = tokens_of_length(9)
+        tokens = draw_tokens(length)
+        torch.testing.assert_close(decoder(tokens), compute_fresh_logits(model, tokens), **close)
+    tokens = draw_tokens(9)
     positions = torch.arange(original - 8, original + 1)[None]
-    expected = fresh_logits(model, tokens, position_ids=positions)
+    expected = compute_fresh_logits(model, tokens, position_ids=positions)
     torch.testing.assert_close(decoder(tokens, position_ids=positions), expected, **close)
     assert (decoder(tokens) - expected).abs().max() > 0.01  # Other angles change the logits.
 
@@ -142,7 +142,7 @@ def test_other_angles_of_long_texts_are_refused(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, options, original = STRETCHED[method]
-    model = random_model(name, options)
+    model = build_random_model(name, options)
     functions = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS
     compute = functions[method]
 
@@ -159,10 +159,10 @@ def test_other_angles_of_long_texts_are_refused(
 @pytest.mark.parametrize("method", ["dynamic", "longrope"])
 def test_long_texts_are_patched_cached_and_loaded(method: str, tmp_path: Any) -> None:
     name, options, original = STRETCHED[method]
-    model = random_model(name, options).double()
+    model = build_random_model(name, options).double()
     decoder = describe(model, context=2 * original)
-    tokens = tokens_of_length(original + 3)
-    expected = fresh_logits(model, tokens)
+    tokens = draw_tokens(original + 3)
+    expected = compute_fresh_logits(model, tokens)
     cache = Cache()
     short = decoder(tokens[:, :original], cache=cache)
     torch.testing.assert_close(short, decoder(tokens[:, :original]))
@@ -195,7 +195,7 @@ def test_long_texts_are_patched_cached_and_loaded(method: str, tmp_path: Any) ->
 def test_changes_by_calls_and_of_training_options_are_accepted(method: str) -> None:
     tokens = torch.arange(6)[None]
     name, options, original = STRETCHED[method]
-    model = random_model(name, options)
+    model = build_random_model(name, options)
     model.model.layers[0].last_score = float("nan")
     decoder = describe(model)
     model(tokens.repeat(1, original))

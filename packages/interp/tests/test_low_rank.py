@@ -11,7 +11,7 @@ from interp.circuits.low_rank import synthesize
 SIZES = st.integers(1, 9)
 
 
-def random(*shape: int) -> torch.Tensor:
+def draw_random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
@@ -23,8 +23,8 @@ def test_every_operation_equals_the_dense_one(
     batch: int, m: int, r: int, n: int, s: int, p: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    x = LowRank(random(batch, m, r), random(batch, r, n))
-    y = LowRank(random(n, s), random(s, p))
+    x = LowRank(draw_random(batch, m, r), draw_random(batch, r, n))
+    y = LowRank(draw_random(n, s), draw_random(s, p))
     dense = x.a @ x.b
     assert x.shape == dense.shape
     torch.testing.assert_close(x.dense(), dense)
@@ -32,9 +32,11 @@ def test_every_operation_equals_the_dense_one(
     torch.testing.assert_close((x @ y).dense(), dense @ y.dense())
     assert (x @ y).rank == min(r, s)
     torch.testing.assert_close((x @ y.dense()).dense(), dense @ y.dense())
-    torch.testing.assert_close((random_left := random(p, m)) @ x.dense(), (random_left @ x).dense())
+    torch.testing.assert_close(
+        (random_left := draw_random(p, m)) @ x.dense(), (random_left @ x).dense()
+    )
     torch.testing.assert_close(x.norm(), torch.linalg.matrix_norm(dense))
-    torch.testing.assert_close(x.apply(rows := random(batch, 4, n)), rows @ dense.mT)
+    torch.testing.assert_close(x.apply(rows := draw_random(batch, 4, n)), rows @ dense.mT)
     torch.testing.assert_close(x.apply(rows[0, 0]), dense @ rows[0, 0])
     torch.testing.assert_close(x[0].dense(), dense[0])
     u, values, vh = x.svd()
@@ -48,7 +50,7 @@ def test_every_operation_equals_the_dense_one(
 def test_eigenvalues_equal_those_of_the_dense_matrix(n: int, r: int, seed: int) -> None:
     torch.manual_seed(seed)
     r = min(n, r)
-    x = LowRank(random(2, n, r), random(2, r, n))
+    x = LowRank(draw_random(2, n, r), draw_random(2, r, n))
     # Equal power sums up to n show that the dense matrix has these eigenvalues and n - r zeros.
     dense = torch.linalg.eigvals(x.dense())
     for k in range(1, n + 1):
@@ -59,8 +61,8 @@ def test_eigenvalues_equal_those_of_the_dense_matrix(n: int, r: int, seed: int) 
 
 def test_norm_is_more_accurate_than_from_gram_matrices() -> None:
     torch.manual_seed(0)
-    q = torch.linalg.qr(random(20, 4))[0]
-    a = torch.cat([q, q + 1e-9 * random(20, 4)], 1)
+    q = torch.linalg.qr(draw_random(20, 4))[0]
+    a = torch.cat([q, q + 1e-9 * draw_random(20, 4)], 1)
     b = torch.cat([torch.eye(4, 20, dtype=torch.float64), -torch.eye(4, 20, dtype=torch.float64)])
     torch.testing.assert_close(
         LowRank(a, b).norm(), torch.linalg.matrix_norm(a @ b), rtol=1e-6, atol=0
@@ -72,12 +74,12 @@ def test_circuits_equal_the_scores_and_outputs_of_linear_layers() -> None:
     layers = 2
     heads, kv_heads = 6, 2
     d_head, d = 3, 10
-    w_q, w_o = random(layers, heads * d_head, d), random(layers, d, heads * d_head)
-    w_k, w_v = random(layers, kv_heads * d_head, d), random(layers, kv_heads * d_head, d)
+    w_q, w_o = draw_random(layers, heads * d_head, d), draw_random(layers, d, heads * d_head)
+    w_k, w_v = draw_random(layers, kv_heads * d_head, d), draw_random(layers, kv_heads * d_head, d)
     qk = qk_circuit(w_q, w_k, heads=heads, kv_heads=kv_heads)
     ov = ov_circuit(w_v, w_o, heads=heads, kv_heads=kv_heads)
     assert qk.shape == ov.shape == (layers, heads, d, d)
-    x, y = random(d), random(d)
+    x, y = draw_random(d), draw_random(d)
     for layer in range(layers):
         for head in range(heads):
             mine, shared = (slice(h * d_head, (h + 1) * d_head) for h in (head, head // 3))
@@ -89,13 +91,13 @@ def test_circuits_equal_the_scores_and_outputs_of_linear_layers() -> None:
 
 def test_a_head_writes_into_its_write_space_and_is_blind_outside_its_read_space() -> None:
     torch.manual_seed(0)
-    ov = LowRank(random(3, 12, 4), random(3, 4, 12))
+    ov = LowRank(draw_random(3, 12, 4), draw_random(3, 4, 12))
     write, _, read_rows = ov.svd()
     read = read_rows.mT
     eye = torch.eye(4, dtype=torch.float64).expand(3, 4, 4)
     torch.testing.assert_close(read.mT @ read, eye)
     torch.testing.assert_close(write.mT @ write, eye)
-    x = random(3, 5, 12)
+    x = draw_random(3, 5, 12)
     seen = x @ read @ read.mT
     torch.testing.assert_close(ov.apply(seen), ov.apply(x))
     torch.testing.assert_close(ov.apply(x - seen), torch.zeros_like(x))
@@ -106,7 +108,7 @@ def test_a_head_writes_into_its_write_space_and_is_blind_outside_its_read_space(
 @pytest.mark.parametrize("index", [0, (0, 1), (slice(0, 1), 1), (slice(None), [1, 2]), (..., -1)])
 def test_indexing_takes_batch_dimensions_only(index: Any) -> None:
     """All dimensions are equal, so that an index of another dimension has the expected shape."""
-    x = LowRank(random(3, 3, 3, 3), random(1, 3, 3, 3))
+    x = LowRank(draw_random(3, 3, 3, 3), draw_random(1, 3, 3, 3))
     index = index if isinstance(index, tuple) else (index,)
     torch.testing.assert_close(x[index].dense(), x.dense()[(*index, slice(None), slice(None))])
     for wrong in ((0, 0, 0), (0, 0, slice(None)), 3):

@@ -54,7 +54,7 @@ ROTARY: list[dict[str, Any]] = [
 BASES = {name.split()[0]: options for name, options in reversed(FAMILIES.items())}
 
 
-def changes(options: Mapping[str, Any], sizes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def iter_changes(options: Mapping[str, Any], sizes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield each option with another value of its type."""
     for name, value in options.items():
         if name in UNCHANGED or "dropout" in name or "token_id" in name or name.endswith("drop"):
@@ -76,7 +76,7 @@ def changes(options: Mapping[str, Any], sizes: Mapping[str, Any]) -> Iterator[di
             yield {name: changed}
 
 
-def random_model(name: str, options: Mapping[str, Any]) -> nn.Module | None:
+def build_random_model(name: str, options: Mapping[str, Any]) -> nn.Module | None:
     """Return a random model, or None if transformers has none with these options."""
     model_class = getattr(transformers, name)
     torch.manual_seed(0)
@@ -97,8 +97,8 @@ def random_model(name: str, options: Mapping[str, Any]) -> nn.Module | None:
 def test_changed_options_are_read_as_transformers_reads_them(name: str, tmp_path: Path) -> None:
     options = getattr(transformers, name).config_class(**BASES[name]).to_dict()
     compared = 0
-    for change in changes(options, BASES[name]):
-        model = random_model(name, {**BASES[name], **change})
+    for change in iter_changes(options, BASES[name]):
+        model = build_random_model(name, {**BASES[name], **change})
         if model is None:
             continue
         model.save_pretrained(tmp_path)

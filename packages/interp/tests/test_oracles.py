@@ -33,7 +33,7 @@ from torch import Tensor, nn
 pytestmark = pytest.mark.exhaustive
 
 
-def small_llama() -> nn.Module:
+def build_small_llama() -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="models of each family")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -49,7 +49,7 @@ def small_llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def small_gpt2() -> nn.Module:
+def build_small_gpt2() -> nn.Module:
     transformers = pytest.importorskip("transformers", reason="models of each family")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -73,7 +73,7 @@ CLEAN = torch.tensor([[3, 1, 4, 1, 5, 9, 2]])
 CORRUPTED = torch.tensor([[2, 7, 1, 8, 2, 8, 1]])
 
 
-def difference(logits: Tensor) -> Tensor:
+def compute_difference(logits: Tensor) -> Tensor:
     return logits[0, -1, 5] - logits[0, -1, 7]
 
 
@@ -84,10 +84,10 @@ def test_hooks_and_patches_equal_transformer_lens() -> None:
     from transformer_lens import patching
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-    model = small_gpt2()
+    model = build_small_gpt2()
     bridge = build_bridge_from_module(model, "GPT2LMHeadModel", hf_config=model.config)
     bridge.enable_compatibility_mode(no_processing=True)
-    decoder = describe(small_gpt2())
+    decoder = describe(build_small_gpt2())
     logits, cache = bridge.run_with_cache(CLEAN)
     torch.testing.assert_close(decoder(CLEAN), logits)
     names = find_hook_points(decoder, ["**"], "transformer_lens")
@@ -98,10 +98,12 @@ def test_hooks_and_patches_equal_transformer_lens() -> None:
         torch.testing.assert_close(seen[name], cache[name], msg=lambda m, n=name: f"{n}: {m}")
     metric = logit_difference(decoder.norm, decoder.unembed, 5, 7)
     streams = patch_streams(decoder, CLEAN, CORRUPTED, metric)
-    theirs = patching.get_act_patch_resid_pre(bridge, CORRUPTED, cache, difference)
+    theirs = patching.get_act_patch_resid_pre(bridge, CORRUPTED, cache, compute_difference)
     torch.testing.assert_close(streams.values, theirs, rtol=1e-4, atol=1e-4)
     heads = patch_parts(decoder, "attention.o:input", CLEAN, CORRUPTED, metric)
-    theirs = patching.get_act_patch_attn_head_out_by_pos(bridge, CORRUPTED, cache, difference)
+    theirs = patching.get_act_patch_attn_head_out_by_pos(
+        bridge, CORRUPTED, cache, compute_difference
+    )
     torch.testing.assert_close(heads.values.mT, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -112,10 +114,10 @@ def test_hook_functions_of_transformer_lens_have_the_same_effect() -> None:
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
     from transformer_lens.utilities import get_act_name
 
-    model = small_gpt2()
+    model = build_small_gpt2()
     bridge = build_bridge_from_module(model, "GPT2LMHeadModel", hf_config=model.config)
     bridge.enable_compatibility_mode(no_processing=True)
-    decoder = describe(small_gpt2())
+    decoder = describe(build_small_gpt2())
     clean = bridge.run_with_cache(CLEAN)[1]
     seen: list[tuple[str, int]] = []
 
@@ -148,21 +150,21 @@ def test_hook_functions_of_transformer_lens_have_the_same_effect() -> None:
 CLOSE = {"rtol": 1e-3, "atol": 1e-3}
 
 
-def folded_pair() -> tuple[Any, Decoder]:
+def build_folded_pair() -> tuple[Any, Decoder]:
     """Return TransformerLens's model with folded and centered weights, and the same `Decoder`."""
     pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
-    model = small_gpt2()
+    model = build_small_gpt2()
     bridge = build_bridge_from_module(model, "GPT2LMHeadModel", hf_config=model.config)
     bridge.enable_compatibility_mode()
-    return bridge, fold_decoder(describe(small_gpt2()))
+    return bridge, fold_decoder(describe(build_small_gpt2()))
 
 
 @torch.no_grad()
 def test_direct_logit_attribution_of_transformer_lens_has_the_same_numbers() -> None:
     """The exploratory analysis demo: the accumulated stream, layers and heads."""
-    bridge, decoder = folded_pair()
+    bridge, decoder = build_folded_pair()
     cache = bridge.run_with_cache(CLEAN)[1]
     direction = bridge.W_U[:, 5] - bridge.W_U[:, 7]
     right, wrong = torch.full_like(CLEAN, 5), torch.full_like(CLEAN, 7)
@@ -194,7 +196,7 @@ def test_direct_logit_attribution_of_transformer_lens_has_the_same_numbers() -> 
 @torch.no_grad()
 def test_patching_demos_of_transformer_lens_have_the_same_numbers() -> None:
     """The activation patching demo: parts by position, and heads at all positions."""
-    bridge, decoder = folded_pair()
+    bridge, decoder = build_folded_pair()
     from transformer_lens import patching
 
     cache = bridge.run_with_cache(CLEAN)[1]
@@ -208,7 +210,7 @@ def test_patching_demos_of_transformer_lens_have_the_same_numbers() -> None:
     }
     for part, scan in scans.items():
         values = patch_parts(decoder, part, CLEAN, CORRUPTED, metric).values
-        theirs = scan(bridge, CORRUPTED, cache, difference)
+        theirs = scan(bridge, CORRUPTED, cache, compute_difference)
         by_position = values.mT if part.startswith("attention.") else values[:, 0]
         torch.testing.assert_close(by_position, theirs, **CLOSE)
     at_all_positions = {
@@ -216,7 +218,7 @@ def test_patching_demos_of_transformer_lens_have_the_same_numbers() -> None:
         "hook_pattern": patching.get_act_patch_attn_head_pattern_all_pos,
     }
     for hook, scan in at_all_positions.items():
-        theirs = scan(bridge, CORRUPTED, cache, difference)
+        theirs = scan(bridge, CORRUPTED, cache, compute_difference)
         for layer, head in itertools.product(range(2), range(3)):
             name = f"blocks.{layer}.attn.{hook}"
             with record(decoder, name, names="transformer_lens") as seen:
@@ -224,7 +226,7 @@ def test_patching_demos_of_transformer_lens_have_the_same_numbers() -> None:
             chosen = (slice(None), slice(None), head) if hook == "hook_z" else (slice(None), head)
             new = partial(replaced, chosen, seen[name][chosen])
             with patch(decoder, {name: new}, names="transformer_lens"):
-                value = difference(decoder(CORRUPTED))
+                value = compute_difference(decoder(CORRUPTED))
             torch.testing.assert_close(value, theirs[layer, head], **CLOSE)
 
 
@@ -235,7 +237,7 @@ def replaced(index: tuple[slice | int, ...], new: Tensor, value: Tensor) -> Tens
 
 def test_main_demo_of_transformer_lens_has_the_same_numbers() -> None:
     """Induction scores and the loss without a head; attribution patching with backward hooks."""
-    bridge, decoder = folded_pair()
+    bridge, decoder = build_folded_pair()
     once = torch.randperm(31)[:7]
     tokens = torch.cat([once, once])[None]
     name = "blocks.0.attn.hook_v"
@@ -268,9 +270,9 @@ def test_main_demo_of_transformer_lens_has_the_same_numbers() -> None:
         fwd_hooks=[(stream, partial(store, corrupted, stream)) for stream in streams],
         bwd_hooks=[(stream, partial(store, gradients, stream)) for stream in streams],
     ):
-        difference(bridge(CORRUPTED)).backward()
+        compute_difference(bridge(CORRUPTED)).backward()
     sites = ["blocks.0:input", "blocks.1:input"]
-    estimates = attribution_patching(decoder, sites, CLEAN, CORRUPTED, difference)
+    estimates = attribution_patching(decoder, sites, CLEAN, CORRUPTED, compute_difference)
     for site, stream in zip(sites, streams, strict=True):
         theirs = ((cache[stream] - corrupted[stream]) * gradients[stream]).sum(-1)
         torch.testing.assert_close(estimates[site], theirs, **CLOSE)
@@ -279,7 +281,7 @@ def test_main_demo_of_transformer_lens_has_the_same_numbers() -> None:
 @torch.no_grad()
 def test_patches_equal_pyvene() -> None:
     pyvene = pytest.importorskip("pyvene", reason="tried with pyvene 0.1.8")
-    decoder = describe(small_gpt2())
+    decoder = describe(build_small_gpt2())
     metric = logit_difference(decoder.norm, decoder.unembed, 5, 7)
     ours = {
         "block_input": patch_streams(decoder, CLEAN, CORRUPTED, metric).values,
@@ -290,12 +292,14 @@ def test_patches_equal_pyvene() -> None:
         for layer, row in enumerate(values.flatten(1)):
             change = {"layer": layer, "component": component}
             change["intervention_type"] = pyvene.VanillaIntervention
-            theirs = pyvene.IntervenableModel(change, model=small_gpt2())
+            theirs = pyvene.IntervenableModel(change, model=build_small_gpt2())
             for position, value in enumerate(row):
                 locations = {"sources->base": position}
                 prompts = {"input_ids": CORRUPTED}, [{"input_ids": CLEAN}]
                 out = theirs(*prompts, unit_locations=locations)[1]
-                torch.testing.assert_close(value, difference(out.logits), rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(
+                    value, compute_difference(out.logits), rtol=1e-4, atol=1e-4
+                )
 
 
 @torch.no_grad()
@@ -319,7 +323,7 @@ def test_causal_tracing_of_pyvene_has_the_same_numbers() -> None:
         stream[:, subject] += noise
         return stream
 
-    decoder = describe(small_gpt2())
+    decoder = describe(build_small_gpt2())
     sites = {"block_output": "blocks.*", "mlp_output": "blocks.*.mlp_out"}
     sites["attention_output"] = "blocks.*.attention_out"
     for component, pattern in sites.items():
@@ -334,7 +338,7 @@ def test_causal_tracing_of_pyvene_has_the_same_numbers() -> None:
                     ],
                     intervention_types=[NoiseIntervention, pyvene.VanillaIntervention],
                 ),
-                small_gpt2(),
+                build_small_gpt2(),
             )
             site = pattern.replace("*", str(layer))
             for position in range(7):
@@ -403,7 +407,7 @@ def test_head_scores_equal_transformer_lens() -> None:
 
 def test_records_and_patches_equal_nnsight() -> None:
     nnsight = pytest.importorskip("nnsight", reason="tried with nnsight 0.8.1")
-    model = small_llama()
+    model = build_small_llama()
     traced = nnsight.NNsight(model)
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9]])
     with traced.trace(tokens):
@@ -422,9 +426,9 @@ def test_records_and_patches_equal_nnsight() -> None:
 def test_demos_of_nnsight_have_the_same_numbers() -> None:
     """The computations of its logit lens, activation patching and attribution patching demos."""
     nnsight = pytest.importorskip("nnsight", reason="tried with nnsight 0.8.1")
-    model = small_llama()
+    model = build_small_llama()
     traced = nnsight.NNsight(model)
-    decoder = describe(small_llama())
+    decoder = describe(build_small_llama())
     layers = range(2)
     with torch.no_grad():
         # The probabilities of each layer's stream.
@@ -450,7 +454,7 @@ def test_demos_of_nnsight_have_the_same_numbers() -> None:
                 with traced.trace(CORRUPTED):
                     traced.model.layers[i].input[:, position] = clean[i][:, position]
                     logits = traced.lm_head.output.save()
-                torch.testing.assert_close(values[i, position], difference(logits))
+                torch.testing.assert_close(values[i, position], compute_difference(logits))
     # The gradient of the logit difference for the output of each attention.
     before: list[Any] = []
     corrupted: list[Any] = []
@@ -461,12 +465,12 @@ def test_demos_of_nnsight_have_the_same_numbers() -> None:
     with traced.trace(CORRUPTED):
         for i in layers:
             corrupted.append(traced.model.layers[i].self_attn.o_proj.output.save())
-        loss = difference(traced.lm_head.output)
+        loss = compute_difference(traced.lm_head.output)
         with loss.backward():
             for i in reversed(layers):
                 gradients.insert(0, corrupted[i].grad.save())
     estimates = attribution_patching(
-        decoder, ["blocks.*.attention_out"], CLEAN, CORRUPTED, difference
+        decoder, ["blocks.*.attention_out"], CLEAN, CORRUPTED, compute_difference
     )
     for i, ours in enumerate(estimates.values()):
         theirs = ((before[i] - corrupted[i]) * gradients[i]).sum(-1)

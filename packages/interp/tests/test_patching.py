@@ -19,13 +19,11 @@ CORRUPTED = torch.tensor([[1, 2, 9, 4, 11, 7]])
 RIGHT, WRONG = 5, 8
 
 
-def difference(logits: Tensor) -> Tensor:
+def compute_difference(logits: Tensor) -> Tensor:
     return logits[:, -1, RIGHT] - logits[:, -1, WRONG]
 
 
-def patched_by_hand(
-    model: nn.Module, clean: Mapping[str, Tensor], site: str, position: int
-) -> float:
+def patch_by_hand(model: nn.Module, clean: Mapping[str, Tensor], site: str, position: int) -> float:
     """Return the difference after a whole forward pass in which one position of a site is clean."""
 
     def put(x: Tensor) -> Tensor:
@@ -34,7 +32,7 @@ def patched_by_hand(
         return x
 
     with patch(model, {site: put}):
-        return difference(model(CORRUPTED)).item()
+        return compute_difference(model(CORRUPTED)).item()
 
 
 @pytest.mark.parametrize("batch", [64, 4])
@@ -43,11 +41,11 @@ def test_patch_streams_equals_one_forward_pass_per_patch(decoder: nn.Module, bat
     metric = logit_difference(decoder.norm, decoder.head, RIGHT, WRONG)
     scan = patch_streams(described, CLEAN, CORRUPTED, metric, batch=batch)
     with record(decoder, "layers.*:input") as clean:
-        assert scan.clean == pytest.approx(difference(decoder(CLEAN)).item())
-    assert scan.corrupted == pytest.approx(difference(decoder(CORRUPTED)).item())
+        assert scan.clean == pytest.approx(compute_difference(decoder(CLEAN)).item())
+    assert scan.corrupted == pytest.approx(compute_difference(decoder(CORRUPTED)).item())
     for i in range(3):
         for position in range(6):
-            expected = patched_by_hand(decoder, clean, f"layers.{i}:input", position)
+            expected = patch_by_hand(decoder, clean, f"layers.{i}:input", position)
             assert scan.values[i, position].item() == pytest.approx(expected, rel=1e-5, abs=1e-7)
     # Equal tokens have equal inputs of block 0, so nothing is recovered at their positions.
     assert scan.recovered[0, [0, 1, 3, 5]].abs().max() < 1e-9
@@ -103,11 +101,11 @@ def test_blocks_are_replayed_with_their_other_arguments() -> None:
     scan = patch_streams(model, CLEAN, CORRUPTED, metric)
     everything = {"blocks.0:input": lambda x: model.embed(CLEAN)}
     with patch(model, everything):
-        assert difference(model(CORRUPTED)).item() == pytest.approx(scan.clean)
+        assert compute_difference(model(CORRUPTED)).item() == pytest.approx(scan.clean)
     with record(model, "blocks.*:input") as clean:
         model(CLEAN)
     for layer, position in itertools.product(range(2), range(6)):
-        expected = patched_by_hand(model, clean, f"blocks.{layer}:input", position)
+        expected = patch_by_hand(model, clean, f"blocks.{layer}:input", position)
         assert scan.values[layer, position].item() == pytest.approx(expected)
 
 
@@ -125,11 +123,11 @@ def test_attribution_patching_has_second_order_error() -> None:
             ["blocks.0:input", "blocks.0"],
             CLEAN,
             CORRUPTED,
-            lambda logits: difference(logits).sum(),
+            lambda logits: compute_difference(logits).sum(),
         )
         assert {tuple(score.shape) for score in scores.values()} == {(1, 6)}
         # Patching all positions of either site gives the clean run.
-        exact = (difference(model(CLEAN)) - difference(model(CORRUPTED))).item()
+        exact = (compute_difference(model(CLEAN)) - compute_difference(model(CORRUPTED))).item()
         errors.append([abs(score.sum().item() - exact) for score in scores.values()])
     for large, small in zip(*errors, strict=True):
         assert small < large / 50

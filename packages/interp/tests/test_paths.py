@@ -70,11 +70,11 @@ def build_random_decoder(family: str, size: float = 0.3) -> Decoder:
     return describe(model)
 
 
-def metric_of(decoder: Decoder):
+def build_metric(decoder: Decoder):
     return logit_difference(decoder.norm, decoder.unembed, 5, 8)
 
 
-def by_hand(decoder: Decoder, sender: Node, receiver: Node) -> float:
+def compute_by_hand(decoder: Decoder, sender: Node, receiver: Node) -> float:
     """Return the effect of an edge from a manual forward pass, without patches."""
     runs = []
     for tokens in (CLEAN, CORRUPTED):
@@ -114,7 +114,7 @@ def by_hand(decoder: Decoder, sender: Node, receiver: Node) -> float:
         read = x if block.parallel else attended
         read = read + change if receiver.kind == "mlp" and receiver.layer == i else read
         x = attended + block.mlp_out(block.mlp(block.norm2(read)))
-    metric = metric_of(decoder)
+    metric = build_metric(decoder)
     base = metric(x if receiver.kind == "final" else corrupted["norm:input"])
     return (metric(x + change if receiver.kind == "final" else x) - base).item()
 
@@ -123,7 +123,7 @@ def by_hand(decoder: Decoder, sender: Node, receiver: Node) -> float:
 @pytest.mark.parametrize("family", EDGES)
 def test_patch_edges_equals_a_manual_forward_pass(family: str) -> None:
     decoder = build_random_decoder(family)
-    edges = patch_edges(decoder, CLEAN, CORRUPTED, metric_of(decoder), batch=5)
+    edges = patch_edges(decoder, CLEAN, CORRUPTED, build_metric(decoder), batch=5)
     layers, heads = len(decoder.layers), decoder.layers[0].attention.heads
     assert len(edges.senders) == 1 + layers * (heads + 1)
     compared = set()
@@ -132,7 +132,7 @@ def test_patch_edges_equals_a_manual_forward_pass(family: str) -> None:
     ):
         if edges.exists[s, r] and (s + r) % 7 == 0:  # a seventh of them, all kinds
             compared |= {f"from {sender.kind}", f"to {receiver.kind}"}
-            expected = by_hand(decoder, sender, receiver)
+            expected = compute_by_hand(decoder, sender, receiver)
             assert edges.values[s, r].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
     senders, receivers = ("embed", "head", "mlp"), ("q", "k", "v", "mlp", "final")
     assert compared == {*(f"from {k}" for k in senders), *(f"to {k}" for k in receivers)}
@@ -153,7 +153,7 @@ def test_patch_edges_equals_a_manual_forward_pass(family: str) -> None:
         decoder,
         CLEAN,
         CORRUPTED,
-        metric_of(decoder),
+        build_metric(decoder),
         senders=[Node("head", 0, 1)],
         receivers=[Node("k", 1, 0), Node("final")],
     )
@@ -165,7 +165,7 @@ def test_patch_edges_equals_a_manual_forward_pass(family: str) -> None:
 @pytest.mark.parametrize("family", ESTIMATES)
 def test_attribution_of_edges_has_second_order_error(family: str) -> None:
     decoder = build_random_decoder(family)
-    metric = metric_of(decoder)
+    metric = build_metric(decoder)
     table = decoder.embed.weight
     step = torch.randn(2, table.shape[1], dtype=torch.float64)
     errors = []
@@ -177,7 +177,7 @@ def test_attribution_of_edges_has_second_order_error(family: str) -> None:
     assert errors[1] < errors[0] / 30
 
 
-def attention_only(layers: int, sharpness: float) -> Decoder:
+def build_attention_only(layers: int, sharpness: float) -> Decoder:
     """Return a model whose heads attend to other tokens in the clean run than in the corrupted run.
 
     Each token that occurs has a separate dimension, so that column i of a projection is the query
@@ -208,7 +208,7 @@ def attention_only(layers: int, sharpness: float) -> Decoder:
     return model
 
 
-def sum_of_logit_differences(decoder: Decoder):
+def build_sum_of_logit_differences(decoder: Decoder):
     direction = decoder.unembed.weight[5] - decoder.unembed.weight[8]
     return lambda stream: (stream @ direction).sum(-1)
 
@@ -218,8 +218,8 @@ def test_corrected_attribution_is_exact_if_linear_after_the_softmax(
     sharpness: float,
 ) -> None:
     """A saturated softmax has no gradient, so gradients alone would miss its effect."""
-    two = attention_only(2, sharpness)
-    metric = sum_of_logit_differences(two)
+    two = build_attention_only(2, sharpness)
+    metric = build_sum_of_logit_differences(two)
     last = [
         node for node in patch_edges(two, CLEAN, CORRUPTED, metric).receivers if node.layer == 1
     ]
@@ -246,7 +246,7 @@ def test_k_composition_is_the_only_path_through_the_induction_circuit() -> None:
 
 
 def test_errors_of_the_largest_estimates_are_reported() -> None:
-    decoder = attention_only(2, 1.0)
+    decoder = build_attention_only(2, 1.0)
     metric = logit_difference(None, decoder.unembed, 5, 8)
     clean, corrupted = torch.cat([CLEAN, CORRUPTED.flip(1)]), torch.cat([CORRUPTED, CLEAN.flip(1)])
     for pair in ((CLEAN, CORRUPTED), (clean, corrupted)):
@@ -261,7 +261,7 @@ def test_errors_of_the_largest_estimates_are_reported() -> None:
 
 
 def test_metrics_may_change_their_argument_in_place() -> None:
-    decoder = attention_only(2, 1.0)
+    decoder = build_attention_only(2, 1.0)
     metric = logit_difference(None, decoder.unembed, 5, 8)
     effects = patch_edges(decoder, CLEAN, CORRUPTED, lambda streams: metric(streams.square_()))
     expected = patch_edges(decoder, CLEAN, CORRUPTED, lambda streams: metric(streams.square()))
@@ -270,7 +270,7 @@ def test_metrics_may_change_their_argument_in_place() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_metrics_may_have_another_type_than_the_model(dtype: torch.dtype) -> None:
-    decoder = attention_only(2, 1.0).to(dtype)
+    decoder = build_attention_only(2, 1.0).to(dtype)
     metric = logit_difference(None, decoder.unembed, 5, 8)
     expected = patch_edges(decoder, CLEAN, CORRUPTED, metric).values.float()
     tolerance = float(expected.abs().max()) * 0.05
@@ -290,7 +290,7 @@ def test_metrics_may_have_another_type_than_the_model(dtype: torch.dtype) -> Non
 
 
 def test_metrics_that_mix_streams_are_refused() -> None:
-    decoder = attention_only(2, 1.0)
+    decoder = build_attention_only(2, 1.0)
     metric = logit_difference(None, decoder.unembed, 5, 8)
     mixtures: list[Callable[[Tensor], Tensor]] = [
         lambda values: values - values.mean(),
@@ -305,7 +305,7 @@ def test_metrics_that_mix_streams_are_refused() -> None:
 
 
 def test_metrics_without_gradients_are_measured() -> None:
-    decoder = attention_only(2, 1.0)
+    decoder = build_attention_only(2, 1.0)
     metric = logit_difference(None, decoder.unembed, 5, 8)
     expected = patch_streams(decoder, CLEAN, CORRUPTED, metric).values
     values = patch_streams(
@@ -319,7 +319,7 @@ def test_metrics_without_gradients_are_measured() -> None:
 
 
 def test_unknown_edges_are_refused() -> None:
-    decoder = attention_only(1, 1.0)
+    decoder = build_attention_only(1, 1.0)
     metric = logit_difference(None, decoder.unembed, 5, 8)
     with pytest.raises(ValueError, match=r"among the senders: embed, head 0\.0"):
         patch_edges(decoder, CLEAN, CORRUPTED, metric, senders=[Node("head", 1, 0)])
@@ -330,7 +330,7 @@ def test_unknown_edges_are_refused() -> None:
 
 
 def test_edges_are_refused_inside_a_patch() -> None:
-    decoder = attention_only(2, 1.0)
+    decoder = build_attention_only(2, 1.0)
     metric = logit_difference(None, decoder.unembed, 5, 8)
     knocked_out = {"blocks.1.attention.pattern": knock_out_attention([5], [2])}
     with patch(decoder, knocked_out):
@@ -346,7 +346,7 @@ def test_recorded_runs_do_not_store_the_graph() -> None:
 
 
 def test_equal_prompts_have_no_gap_to_recover() -> None:
-    decoder = attention_only(2, 1.0)
+    decoder = build_attention_only(2, 1.0)
     metric = logit_difference(None, decoder.unembed, 5, 8)
     for shift in range(3):
         result = patch_streams(decoder, CLEAN + shift, CLEAN + shift, metric)

@@ -55,7 +55,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def peer(name: str) -> nn.Module:
+def build_peer(name: str) -> nn.Module:
     """Return a random model in which every parameter affects the logits."""
     model_class = getattr(transformers, name)
     torch.manual_seed(0)
@@ -68,9 +68,9 @@ def peer(name: str) -> nn.Module:
 
 
 @functools.cache
-def described(name: str) -> Decoder:
+def get_description(name: str) -> Decoder:
     """Return a description that several tests read and none changes."""
-    return describe(peer(name))
+    return describe(build_peer(name))
 
 
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 36
@@ -82,9 +82,9 @@ POSITIONS = (MASK.cumsum(-1) - 1).clamp_min(0)
 @torch.no_grad()
 @pytest.mark.parametrize("name", FAMILIES)
 def test_cached_calls_have_the_logits_of_one_call(name: str) -> None:
-    decoder = described(name)
+    decoder = get_description(name)
     whole = decoder(TOKENS)
-    torch.testing.assert_close(whole, peer(name)(TOKENS).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(whole, build_peer(name)(TOKENS).logits, rtol=1e-4, atol=1e-4)
     cache = Cache()
     parts = [decoder(part, cache=cache) for part in TOKENS.split([5, 1, 4, 2], dim=1)]
     assert cache.get_seq_length() == 12
@@ -100,7 +100,7 @@ def test_cached_calls_have_the_logits_of_one_call(name: str) -> None:
 
 @torch.no_grad()
 def test_a_failed_call_leaves_the_cache_and_wrong_masks_are_refused() -> None:
-    decoder = described("LlamaForCausalLM")
+    decoder = get_description("LlamaForCausalLM")
     cache = Cache()
     decoder(TOKENS[:, :5], cache=cache)
 
@@ -115,7 +115,7 @@ def test_a_failed_call_leaves_the_cache_and_wrong_masks_are_refused() -> None:
         decoder(TOKENS[:, :2], attention_mask=MASK[:, :2], cache=cache)
     with pytest.raises(ValueError, match="up to 40 tokens, got 41"):
         decoder(torch.zeros(2, 29, dtype=torch.long), cache=cache)
-    other = described("MistralForCausalLM")
+    other = get_description("MistralForCausalLM")
     with pytest.raises(ValueError, match="keys and values of another decoder"):
         other(TOKENS[:, 5:], cache=cache)
     with pytest.raises(TypeError, match=r"expected an interp\.Cache, got a DynamicCache"):
@@ -137,7 +137,7 @@ def test_a_failed_call_leaves_the_cache_and_wrong_masks_are_refused() -> None:
 
 
 def test_additive_masks_are_refused() -> None:
-    decoder = described("LlamaForCausalLM")
+    decoder = get_description("LlamaForCausalLM")
     additive = torch.zeros(2, 12)
     with pytest.raises(ValueError, match=r"from 0 to 0; each row must be 1.*\(mask == 0\)"):
         decoder(TOKENS, attention_mask=additive)
@@ -149,7 +149,7 @@ def test_additive_masks_are_refused() -> None:
 
 
 def test_a_cache_with_padding_needs_the_mask_of_all_tokens() -> None:
-    decoder = described("LlamaForCausalLM")
+    decoder = get_description("LlamaForCausalLM")
     cache = Cache()
     decoder(TOKENS[:, :8], MASK[:, :8], POSITIONS[:, :8], cache=cache)
     with pytest.raises(ValueError, match=r"cache contains padding.*attention_mask \(2, 9\)"):
@@ -166,7 +166,7 @@ def test_a_cache_with_padding_needs_the_mask_of_all_tokens() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_components_of_padded_prompts_sum_to_the_final_stream(name: str) -> None:
-    decoder = described(name)
+    decoder = get_description(name)
     prompt = {"input_ids": TOKENS, "attention_mask": MASK, "position_ids": POSITIONS}
     with record(decoder, "norm:input") as seen:
         decoder(**prompt)
@@ -180,7 +180,7 @@ def test_components_of_padded_prompts_sum_to_the_final_stream(name: str) -> None
 
 @torch.no_grad()
 def test_components_are_refused_inside_a_patch_of_the_stream() -> None:
-    decoder = described("LlamaForCausalLM")
+    decoder = get_description("LlamaForCausalLM")
     for site in ("blocks.0", "blocks.0.attention_out"):
         with (
             patch(decoder, {site: torch.zeros_like}),
@@ -208,7 +208,7 @@ LEFT, MIDDLE = slice(0, 3), slice(4, 7)
 )
 def test_equal_prompts_have_no_effects_under_any_padding(name: str, hidden: slice) -> None:
     """The estimate compares recorded and recomputed patterns, which must use the same positions."""
-    decoder = described(name)
+    decoder = get_description(name)
     mask = torch.ones_like(TOKENS[:1])
     mask[:, hidden] = 0
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
@@ -227,7 +227,7 @@ def test_equal_prompts_have_no_effects_under_any_padding(name: str, hidden: slic
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_scores_of_heads_do_not_depend_on_padding(attention: str) -> None:
     """Padding with the id of the first token is neither an occurrence of it nor a first token."""
-    model = peer("GPT2LMHeadModel")
+    model = build_peer("GPT2LMHeadModel")
     model.config._attn_implementation = attention
     text = torch.tensor([[2, 5, 9, 4, 2, 5, 9, 4, 2]])
     prompt = {"input_ids": nn.functional.pad(text, (4, 0), value=2)}
@@ -252,7 +252,7 @@ def test_scores_of_heads_do_not_depend_on_padding(attention: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("scan", [patch_streams, patch_edges, edge_attribution])
 def test_metrics_that_read_padding_are_refused(scan: Callable[..., Any]) -> None:
-    decoder = described("LlamaForCausalLM")
+    decoder = get_description("LlamaForCausalLM")
     mask = torch.ones_like(TOKENS)
     mask[1, 9:] = 0
     clean, corrupted = ({"input_ids": x, "attention_mask": mask} for x in (TOKENS, TOKENS.flip(1)))
@@ -269,7 +269,7 @@ def test_metrics_that_read_padding_are_refused(scan: Callable[..., Any]) -> None
     # Position 2 of a text that is padded on the left.
     third = logit_difference(decoder.norm, decoder.unembed, 5, 8, position=2)
     with pytest.raises(ValueError, match="the metric reads padding"):
-        scan(decoder, CLEAN, CORRUPTED, third, tokenizer=words)
+        scan(decoder, CLEAN, CORRUPTED, third, tokenizer=tokenize_words)
     both = scan(decoder, clean, corrupted, metrics)
     bare = scan(decoder, TOKENS[1:, :9], TOKENS.flip(1)[1:, :9], metrics[1])
     of_padded = both.pairs[1].values
@@ -279,7 +279,7 @@ def test_metrics_that_read_padding_are_refused(scan: Callable[..., Any]) -> None
 
 
 def test_attribution_patching_refuses_metrics_that_read_padding() -> None:
-    decoder = described("LlamaForCausalLM")
+    decoder = get_description("LlamaForCausalLM")
     mask = torch.ones_like(TOKENS)
     mask[1, 9:] = 0
     clean, corrupted = ({"input_ids": x, "attention_mask": mask} for x in (TOKENS, TOKENS.flip(1)))
@@ -302,14 +302,14 @@ def test_attribution_patching_refuses_metrics_that_read_padding() -> None:
     )
 
 
-def words(text: str) -> list[int]:
+def tokenize_words(text: str) -> list[int]:
     """Tokenize by words: a hash of each word, after a token for the start of the text."""
     return [1, *(2 + sum(map(ord, word)) % 34 for word in text.split())]
 
 
-def padding_words(text: str) -> dict[str, list[int]]:
+def tokenize_and_pad_words(text: str) -> dict[str, list[int]]:
     """Tokenize as `words` and pad, as `partial(tokenizer, padding="max_length")` does."""
-    ids = words(text)
+    ids = tokenize_words(text)
     return {"input_ids": [*ids, 9, 9], "attention_mask": [1] * len(ids) + [0, 0]}
 
 
@@ -320,27 +320,27 @@ CORRUPTED = ["a b x d a", "a b c d e y a b"]
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_prompts_as_text_equal_one_call_per_text(name: str, tmp_path: Path) -> None:
-    model = peer(name)
-    decoder = described(name)
-    prompt = encode(words, CLEAN)
-    expected = [model(torch.tensor([words(text)])).logits[0] for text in CLEAN]
+    model = build_peer(name)
+    decoder = get_description(name)
+    prompt = encode(tokenize_words, CLEAN)
+    expected = [model(torch.tensor([tokenize_words(text)])).logits[0] for text in CLEAN]
     for padded in (decoder(**prompt), model(**prompt).logits):
         for row, logits in zip(padded, expected, strict=True):
             torch.testing.assert_close(row[-len(logits) :], logits, rtol=1e-4, atol=1e-4)
-    assert list(encode(words, CLEAN[0])) == ["input_ids"]
+    assert list(encode(tokenize_words, CLEAN[0])) == ["input_ids"]
     with pytest.raises(ValueError, match="each of at least one token"):
         encode(lambda text: [], "")
-    pads = encode(padding_words, CLEAN)
+    pads = encode(tokenize_and_pad_words, CLEAN)
     assert all(torch.equal(pads[name], value) for name, value in prompt.items())
     # The columns of a DataFrame.
     table = {"clean": CLEAN, "corrupted": CORRUPTED, "right": ["b", 5], "wrong": [8, 9]}
     with pytest.raises(ValueError, match="the answer 'b' is 2 tokens"):
-        pairs_of(table, words, decoder.norm, decoder.unembed)
+        pairs_of(table, tokenize_words, decoder.norm, decoder.unembed)
     table["right"] = [7, 5]
-    clean, corrupted, metrics = pairs_of(table, words, decoder.norm, decoder.unembed)
+    clean, corrupted, metrics = pairs_of(table, tokenize_words, decoder.norm, decoder.unembed)
     scan = patch_streams(decoder, clean, corrupted, metrics)
     for row in range(2):
-        alone = [torch.tensor([words(texts[row])]) for texts in (CLEAN, CORRUPTED)]
+        alone = [torch.tensor([tokenize_words(texts[row])]) for texts in (CLEAN, CORRUPTED)]
         metric = logit_difference(
             decoder.norm, decoder.unembed, table["right"][row], table["wrong"][row]
         )
@@ -366,58 +366,62 @@ SCANS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("scan", SCANS)
 def test_texts_are_patched_as_their_encoded_prompts(scan: str) -> None:
     """Several texts of different lengths, and a single text, equal the result of `encode`."""
-    decoder = described("LlamaForCausalLM")
+    decoder = get_description("LlamaForCausalLM")
     metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
     if scan == "attribution_patching":
         metric = lambda logits: logits[:, -1, 5].sum()  # noqa: E731
     run = SCANS[scan]
     for clean, corrupted in ((CLEAN, CORRUPTED), (CLEAN[0], CORRUPTED[0])):
-        texts = run(decoder, clean, corrupted, metric, tokenizer=words)
-        prompts = run(decoder, encode(words, clean), encode(words, corrupted), metric)
+        texts = run(decoder, clean, corrupted, metric, tokenizer=tokenize_words)
+        prompts = run(
+            decoder, encode(tokenize_words, clean), encode(tokenize_words, corrupted), metric
+        )
         if scan == "attribution_patching":
             torch.testing.assert_close(texts, prompts, rtol=0, atol=0)
         else:
             torch.testing.assert_close(texts.values, prompts.values, rtol=0, atol=0)
             assert texts.values.any()
-    one_mask = encode(words, CLEAN) | {"attention_mask": torch.ones(1, 9, dtype=torch.long)}
+    one_mask = encode(tokenize_words, CLEAN) | {
+        "attention_mask": torch.ones(1, 9, dtype=torch.long)
+    }
     with pytest.raises(ValueError, match=r"attention_mask is \(1, 9\)"):
         run(decoder, one_mask, one_mask, metric)
     # In the first pair, the padding differs, although both columns have a longest text of 3 tokens.
     for clean, corrupted in ((["a", "a b"], ["a b", "a c"]), ("a b", "a")):
         with pytest.raises(ValueError, match="pass prompts with equal numbers of tokens"):
-            run(decoder, clean, corrupted, metric, tokenizer=words)
+            run(decoder, clean, corrupted, metric, tokenizer=tokenize_words)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_heads_are_detected_and_shown_for_texts(name: str, tmp_path: Path) -> None:
-    model = peer(name)
+    model = build_peer(name)
     with record_patterns(model) as patterns:
-        model(**encode(words, CLEAN))
-    heads = detect_heads(patterns, CLEAN, tokenizer=words)
-    expected = detect_heads(patterns, encode(words, CLEAN))
+        model(**encode(tokenize_words, CLEAN))
+    heads = detect_heads(patterns, CLEAN, tokenizer=tokenize_words)
+    expected = detect_heads(patterns, encode(tokenize_words, CLEAN))
     for kind, scores in expected.scores.items():
         assert torch.equal(heads.scores[kind], scores)
         assert torch.equal(heads.p_values[kind], expected.p_values[kind])
     page = tmp_path / "page.html"
-    view(page, tokens=CLEAN, tokenizer=words, patterns=patterns, heads=heads)
-    assert f'"tokens":["","","","1","{words("a")[1]}"' in page.read_text()
-    view(page, tokens=CLEAN, tokenizer=words, example=1, vocabulary="0123456789" * 4)
+    view(page, tokens=CLEAN, tokenizer=tokenize_words, patterns=patterns, heads=heads)
+    assert f'"tokens":["","","","1","{tokenize_words("a")[1]}"' in page.read_text()
+    view(page, tokens=CLEAN, tokenizer=tokenize_words, example=1, vocabulary="0123456789" * 4)
     assert '"tokens":["1",' in page.read_text()
-    view(page, tokens=encode(words, CLEAN), patterns=patterns)
+    view(page, tokens=encode(tokenize_words, CLEAN), patterns=patterns)
     assert '"tokens":["","","","1",' in page.read_text()
     # Padding on the right gives patterns of the same shape.
-    rows = [words(text) for text in CLEAN]
+    rows = [tokenize_words(text) for text in CLEAN]
     mask = torch.tensor([[1] * 6 + [0] * 3, [1] * 9])
     ids = torch.tensor([rows[0] + [0] * 3, rows[1]])
     with record_patterns(model) as right:
         model(input_ids=ids, attention_mask=mask)
     with record_patterns(model) as unmasked:
-        model(input_ids=encode(words, CLEAN)["input_ids"])
+        model(input_ids=encode(tokenize_words, CLEAN)["input_ids"])
     for wrong in (right, unmasked):
         for call in (
-            lambda wrong=wrong: detect_heads(wrong, CLEAN, tokenizer=words),
-            lambda wrong=wrong: view(page, tokens=CLEAN, tokenizer=words, patterns=wrong),
+            lambda wrong=wrong: detect_heads(wrong, CLEAN, tokenizer=tokenize_words),
+            lambda wrong=wrong: view(page, tokens=CLEAN, tokenizer=tokenize_words, patterns=wrong),
         ):
             with pytest.raises(ValueError, match=r"attend to padding.*call model\(\*\*prompt\)"):
                 call()
@@ -435,7 +439,7 @@ def test_heads_are_detected_and_shown_for_texts(name: str, tmp_path: Path) -> No
 def test_incomplete_tables_are_refused(column: str, values: object, message: str) -> None:
     table = {"clean": ["a b", "c d"], "corrupted": ["a x", "c y"], "right": [1, 2], "wrong": [3, 4]}
     with pytest.raises((TypeError, ValueError), match=message):
-        pairs_of({**table, column: values}, words, None, torch.eye(40))
+        pairs_of({**table, column: values}, tokenize_words, None, torch.eye(40))
 
 
 def test_example_of_texts_in_the_readme_runs(
@@ -444,12 +448,12 @@ def test_example_of_texts_in_the_readme_runs(
     monkeypatch.chdir(tmp_path)
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     (snippet,) = re.findall(r"\*\*Texts\.\*\*.*?```python\n(.*?)```", readme, re.DOTALL)
-    model = peer("LlamaForCausalLM")
-    decoder = described("LlamaForCausalLM")
+    model = build_peer("LlamaForCausalLM")
+    decoder = get_description("LlamaForCausalLM")
     names: dict[str, Any] = {
         "detect_heads": detect_heads, "encode": encode, "patch_streams": patch_streams,
         "record_patterns": record_patterns, "view": view,
-        "model": model, "decoder": decoder, "texts": CLEAN, "tokenizer": words,
+        "model": model, "decoder": decoder, "texts": CLEAN, "tokenizer": tokenize_words,
         "metric": logit_difference(decoder.norm, decoder.unembed, 5, 8),
     }  # fmt: skip
     exec(snippet, names)
@@ -458,7 +462,7 @@ def test_example_of_texts_in_the_readme_runs(
 
 
 def test_texts_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
-    decoder = described("LlamaForCausalLM")
+    decoder = get_description("LlamaForCausalLM")
     metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
     patterns = torch.eye(4)[None, None]
     calls: list[Callable[[Any], Any]] = [
@@ -480,7 +484,7 @@ def test_texts_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
 
 def test_batches_of_token_ids_from_a_tokenizer_are_refused() -> None:
     with pytest.raises(ValueError, match=r"token ids of one text, \(seq,\), got \(1, 3\)"):
-        encode(lambda text: {"input_ids": torch.tensor([words(text)])}, "a b")
+        encode(lambda text: {"input_ids": torch.tensor([tokenize_words(text)])}, "a b")
 
 
 def test_pairs_of_a_data_frame_are_those_of_its_rows() -> None:
@@ -488,9 +492,9 @@ def test_pairs_of_a_data_frame_are_those_of_its_rows() -> None:
     frame = pandas.DataFrame(
         {"clean": CLEAN, "corrupted": CORRUPTED, "right": [7, 5], "wrong": [8, 9]}
     )
-    clean, corrupted, metrics = pairs_of(frame[::-1], words, None, torch.eye(40))
-    assert torch.equal(clean["input_ids"], encode(words, CLEAN[::-1])["input_ids"])
-    assert torch.equal(corrupted["input_ids"], encode(words, CORRUPTED[::-1])["input_ids"])
+    clean, corrupted, metrics = pairs_of(frame[::-1], tokenize_words, None, torch.eye(40))
+    assert torch.equal(clean["input_ids"], encode(tokenize_words, CLEAN[::-1])["input_ids"])
+    assert torch.equal(corrupted["input_ids"], encode(tokenize_words, CORRUPTED[::-1])["input_ids"])
     assert metrics[0](torch.arange(40.0).reshape(1, 1, 40)).tolist() == [5.0 - 9.0]
 
 
@@ -523,7 +527,7 @@ def test_tokenizers_of_transformers_are_accepted(tmp_path: Path) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_hidden_states_behind_the_final_norm_are_refused(name: str) -> None:
-    model = peer(name)
+    model = build_peer(name)
     hidden = model(TOKENS, output_hidden_states=True).hidden_states
     norm = model.transformer.ln_f if name.startswith("GPT2") else model.model.norm
     with pytest.raises(ValueError, match=r"output of the norm.*hidden_states"):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from induction_checks import accuracy_on_repeats, find_circuit, is_textbook_circuit
+from induction_checks import compute_accuracy_on_repeats, find_circuit, is_textbook_circuit
 from interp import attribution, detect_heads
 from interp.circuits.vocabulary import copying_scores
 from scipy import stats
@@ -15,7 +15,7 @@ README = (PACKAGE / "README.md").read_text()
 (SNIPPET,) = re.findall(r"## Quick start\n.*?```python\n(.*?)```", README, re.DOTALL)
 
 
-def quick_start(seed: int) -> dict[str, Any]:
+def run_quick_start(seed: int) -> dict[str, Any]:
     """Return the names that the quick start defines with another seed."""
     seeded = SNIPPET.replace(
         "train_induction()",
@@ -33,8 +33,8 @@ def has_the_circuit(names: dict[str, Any]) -> bool:
     circuit = find_circuit(names["model"], tokens, repeated)
     return (
         {head.layer for head in names["induction"]} == {1}
-        and accuracy_on_repeats(names["logits"], tokens, repeated) > 0.9
-        and accuracy_on_repeats(names["without"], tokens, repeated) < 0.2
+        and compute_accuracy_on_repeats(names["logits"], tokens, repeated) > 0.9
+        and compute_accuracy_on_repeats(names["without"], tokens, repeated) < 0.2
         and is_textbook_circuit(circuit)
     )
 
@@ -54,7 +54,7 @@ def assert_copying_heads_write_the_logits(names: dict[str, Any]) -> None:
     assert direct[head][~repeated].mean() < 0.1 * on_repeats[head]
 
 
-def permuted(pattern: Tensor, generator: torch.Generator) -> Tensor:
+def permute_pattern(pattern: Tensor, generator: torch.Generator) -> Tensor:
     """Return a pattern with the weights of the visible keys of each query and head permuted."""
     future = torch.ones(pattern.shape[-2:], dtype=torch.bool).triu(1)
     order = torch.rand(pattern.shape, generator=generator).masked_fill(future, 2.0).argsort(-1)
@@ -67,7 +67,7 @@ def test_quick_start_finds_and_ablates_induction_heads(
 ) -> None:
     """With some seeds, more heads form the circuit, so several models may be trained."""
     monkeypatch.chdir(tmp_path)
-    runs = (quick_start(seed) for seed in range(5))
+    runs = (run_quick_start(seed) for seed in range(5))
     names = next(run for run in runs if has_the_circuit(run))
     assert (tmp_path / "heads.html").stat().st_size > 1000
     assert_copying_heads_write_the_logits(names)
@@ -79,7 +79,7 @@ def test_quick_start_finds_and_ablates_induction_heads(
     counts: dict[str, int] = {}
     for _ in range(permutations):
         null = detect_heads(
-            [permuted(pattern, generator) for pattern in patterns], tokens, queries=repeated
+            [permute_pattern(pattern, generator) for pattern in patterns], tokens, queries=repeated
         )
         for kind in null.scores:
             counts[kind] = counts.get(kind, 0) + bool(null.significant(kind))

@@ -33,7 +33,7 @@ class Returns(nn.Module):
         return self.pack(x if hidden is None else hidden)  # type: ignore[operator]
 
 
-def hook_count(model: nn.Module) -> int:
+def count_hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
@@ -59,7 +59,7 @@ def test_records_equal_activations_and_stars_match_one_part_of_a_name(
         seen["blocks.0"] + model.blocks[1].attention(seen["blocks.0"]), seen["blocks.1"]
     )
     assert not any(tensor.requires_grad for tensor in seen.values())
-    assert hook_count(model) == 0
+    assert count_hooks(model) == 0
 
 
 def test_a_patched_value_takes_effect_downstream_and_only_inside_the_block(
@@ -79,7 +79,7 @@ def test_a_patched_value_takes_effect_downstream_and_only_inside_the_block(
     with patch(model, {"unembed:input": lambda x: 2 * x}):
         assert torch.equal(model(TOKENS), 2 * clean)
     assert torch.equal(model(TOKENS), clean)
-    assert hook_count(model) == 0
+    assert count_hooks(model) == 0
 
 
 def test_gradients_flow_through_records_and_patches(model: AttentionOnly) -> None:
@@ -151,7 +151,7 @@ def test_hooks_are_removed_after_an_exception(model: AttentionOnly, inference: b
         patch(model, {"blocks.0": lambda x: x / (1 // 0)}),
     ):
         model(TOKENS)
-    assert hook_count(model) == 0
+    assert count_hooks(model) == 0
 
 
 class Checkpointed(nn.Module):
@@ -277,9 +277,9 @@ def test_closed_generators_and_nested_records_leave_no_hooks(model: AttentionOnl
 
     generator = layers()
     assert next(generator).shape == (3, 4, 8)
-    assert hook_count(model) > 0
+    assert count_hooks(model) > 0
     generator.close()
-    assert hook_count(model) == 0
+    assert count_hooks(model) == 0
     expected = model(tokens)
     first, second = record(model, "blocks.0"), record(model, "blocks.*")
     single = first.__enter__()
@@ -290,7 +290,7 @@ def test_closed_generators_and_nested_records_leave_no_hooks(model: AttentionOnl
     second.__exit__(None, None, None)
     assert single["blocks.0"].shape[0] == 3
     assert both["blocks.0"].shape[0] == 1
-    assert hook_count(model) == 0
+    assert count_hooks(model) == 0
     assert torch.equal(model(tokens), expected)
 
 

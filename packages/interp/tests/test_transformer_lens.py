@@ -44,7 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-def pair(family: str, is_processed: bool) -> tuple[Any, HookedDecoder]:
+def build_pair(family: str, is_processed: bool) -> tuple[Any, HookedDecoder]:
     """Return the model of TransformerLens, and ours, with the same random weights."""
     pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
     transformers = pytest.importorskip("transformers", reason="models of each family")
@@ -70,7 +70,7 @@ def pair(family: str, is_processed: bool) -> tuple[Any, HookedDecoder]:
     return models
 
 
-def random_model(heads: int) -> HookedDecoder:
+def build_random_model(heads: int) -> HookedDecoder:
     torch.manual_seed(0)
     decoder = build_random_decoder(
         "gpt2", vocabulary=37, d_model=24, layers=2, heads=heads
@@ -83,7 +83,7 @@ def random_model(heads: int) -> HookedDecoder:
 
 @pytest.fixture
 def model() -> HookedDecoder:
-    return random_model(heads=6)
+    return build_random_model(heads=6)
 
 
 class Tokenizer:
@@ -343,7 +343,7 @@ def test_backward_hooks_receive_and_replace_gradients(model: HookedDecoder) -> N
 
 @torch.no_grad()
 def test_patching_functions_equal_a_loop_over_all_patches() -> None:
-    model = random_model(heads=3)
+    model = build_random_model(heads=3)
     clean, corrupted = TOKENS[:, :2], TOKENS[:, 4:6]
     _, cache = model.run_with_cache(clean)
     metric = lambda logits: logits[:, -1, 5].sum()  # noqa: E731
@@ -497,7 +497,7 @@ def test_the_example_of_the_readme_runs(model: HookedDecoder) -> None:
     assert names["loss"] != names["model"](names["texts"], return_type="loss")
 
 
-def patched(model: HookedDecoder, tokens: Tensor, cache: ActivationCache) -> Tensor:
+def patch_resid_pre(model: HookedDecoder, tokens: Tensor, cache: ActivationCache) -> Tensor:
     return patching.get_act_patch_resid_pre(model, tokens, cache, lambda logits: logits[0, -1, 5])
 
 
@@ -537,9 +537,12 @@ def patched(model: HookedDecoder, tokens: Tensor, cache: ActivationCache) -> Ten
         ),
         (lambda m: m.generate(TOKENS, top_k=0), "expected temperature >= 0 and top_k >= 1"),
         (lambda m: m.generate(TOKENS, temperature=-1.0), "got -1.0 and None"),
-        (lambda m: patched(m, TOKENS[:, :7], m.run_with_cache(TOKENS)[1]), "in the clean cache"),
         (
-            lambda m: patched(
+            lambda m: patch_resid_pre(m, TOKENS[:, :7], m.run_with_cache(TOKENS)[1]),
+            "in the clean cache",
+        ),
+        (
+            lambda m: patch_resid_pre(
                 m, TOKENS[:1], m.run_with_cache(TOKENS[:1], remove_batch_dim=True)[1]
             ),
             r"hook_resid_pre is \(12, 24\) .* expected \(1, 12, 24\)",
@@ -592,7 +595,7 @@ def test_unsupported_names_and_arguments_are_refused(
 @torch.no_grad()
 def test_the_model_is_converted_and_set_to_evaluation_mode() -> None:
     """Notebooks call `model.eval()` and `model.to(device)` on the result of `from_pretrained`."""
-    model = random_model(heads=3)
+    model = build_random_model(heads=3)
     expected = model(TOKENS)
     model.decoder.train()
     assert model.eval().to(torch.float32) is model
@@ -659,7 +662,7 @@ WEIGHTS += ["b_Q", "b_K", "b_V", "b_O", "b_in", "b_out", "b_U"]
 @torch.no_grad()
 def test_weights_and_activations_equal_transformer_lens(family: str, is_processed: bool) -> None:
     """The weights are equal too after the processing of `from_pretrained`."""
-    theirs, ours = pair(family, is_processed)
+    theirs, ours = build_pair(family, is_processed)
     for name in WEIGHTS:
         expected = getattr(theirs, name, None)
         if expected is not None:
@@ -686,7 +689,7 @@ def test_weights_and_activations_equal_transformer_lens(family: str, is_processe
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_decompositions_equal_transformer_lens(family: str) -> None:
-    caches = [hooked.run_with_cache(CLEAN)[1] for hooked in pair(family, is_processed=False)]
+    caches = [hooked.run_with_cache(CLEAN)[1] for hooked in build_pair(family, is_processed=False)]
     mids = [] if family == "GPTNeoXForCausalLM" else [{"incl_mid": True}]
     stacks: list[tuple[str, dict[str, Any]]] = [
         *(("decompose_resid", {"mode": mode}) for mode in ("all", "attn", "mlp")),
@@ -708,7 +711,7 @@ def test_decompositions_equal_transformer_lens(family: str) -> None:
         torch.testing.assert_close(*results, **CLOSE)
 
 
-def induction_scores(model: Any, name_of: Callable[..., str]) -> list[Tensor]:
+def compute_induction_scores(model: Any, name_of: Callable[..., str]) -> list[Tensor]:
     """Return the numbers of the induction part of the main demo, and of ARENA's ablations."""
     generator = torch.Generator().manual_seed(0)
     once = torch.randint(31, (3, 8), generator=generator)
@@ -747,7 +750,7 @@ def induction_scores(model: Any, name_of: Callable[..., str]) -> list[Tensor]:
     return [scores, torch.stack(losses), stored, full, *streams]
 
 
-def exploratory_analysis(model: Any, name_of: Callable[..., str]) -> list[Tensor]:
+def run_exploratory_analysis(model: Any, name_of: Callable[..., str]) -> list[Tensor]:
     """Return the numbers of the exploratory analysis: logit attribution and patching."""
     answers = torch.tensor([[5, 7], [3, 11]])
     logits, cache = model.run_with_cache(CLEAN)
@@ -793,14 +796,14 @@ def restore_zero(value: Tensor, hook: Any, head: int) -> Tensor:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("notebook", [induction_scores, exploratory_analysis])
+@pytest.mark.parametrize("notebook", [compute_induction_scores, run_exploratory_analysis])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_notebooks_have_the_numbers_of_transformer_lens(
     family: str, notebook: Callable[..., list[Tensor]]
 ) -> None:
     """The same code runs on both models."""
-    theirs, ours = pair(family, is_processed=True)
+    theirs, ours = build_pair(family, is_processed=True)
     from transformer_lens import utilities
 
     expected = notebook(theirs, utilities.get_act_name)
@@ -808,7 +811,7 @@ def test_notebooks_have_the_numbers_of_transformer_lens(
         torch.testing.assert_close(number, other, **CLOSE)
 
 
-def gradients_of(model: Any, names: list[str]) -> dict[str, Tensor]:
+def compute_gradients(model: Any, names: list[str]) -> dict[str, Tensor]:
     """Return the gradient at each hook, with the gradient of the last MLP halved."""
     seen = {}
 
@@ -830,7 +833,7 @@ def gradients_of(model: Any, names: list[str]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_patching_loops_gradients_and_circuits_equal_transformer_lens(family: str) -> None:
-    theirs, ours = pair(family, is_processed=True)
+    theirs, ours = build_pair(family, is_processed=True)
     from transformer_lens import patching as their_patching
 
     metric = lambda logits: logits[:, -1, 3].mean() - logits[:, -1, 4].mean()  # noqa: E731
@@ -845,8 +848,8 @@ def test_patching_loops_gradients_and_circuits_equal_transformer_lens(family: st
     names = [
         name for name in ours.hook_dict if not name.endswith(("scale", "mid", "1.hook_mlp_out"))
     ]
-    expected = gradients_of(theirs, names)
-    for name, gradient in gradients_of(ours, names).items():
+    expected = compute_gradients(theirs, names)
+    for name, gradient in compute_gradients(ours, names).items():
         torch.testing.assert_close(gradient, expected[name], **CLOSE)
     for circuit in ("OV", "QK"):
         matrices = [model.W_E @ getattr(model, circuit) @ model.W_U for model in (ours, theirs)]
@@ -889,7 +892,7 @@ def test_short_names_and_texts_equal_transformer_lens() -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", pad_token="<e>", eos_token="<e>"
     )
-    theirs, ours = pair("GPT2LMHeadModel", is_processed=False)
+    theirs, ours = build_pair("GPT2LMHeadModel", is_processed=False)
     theirs.tokenizer, ours.tokenizer = tokenizer, tokenizer
     theirs.cfg.tokenizer_prepends_bos = False
     for side, texts in itertools.product(("left", "right"), (["the", "cat sat mat"], "mat")):

@@ -108,7 +108,7 @@ def test_page_data_round_trips(page: tuple[str, dict]) -> None:
     assert torch.equal(torch.tensor(patched["values"]).view(2, 2, 5), results["patching"])
 
 
-def drawn(path: Path, folder: Path, *more: str) -> str:
+def render_page(path: Path, folder: Path, *more: str) -> str:
     """Return the page as a browser renders it, after `more` scripts."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
@@ -135,7 +135,7 @@ def test_browser_draws_sorts_and_shows_values(page: tuple[str, dict], tmp_path: 
       map.dispatchEvent(new PointerEvent("pointermove", {clientX: area.right - 50, clientY: area.bottom - 29}));
       window.scrollTo(0, 0);
     """  # noqa: E501
-    text = drawn(tmp_path / "page.html", tmp_path, sort, point)
+    text = render_page(tmp_path / "page.html", tmp_path, sort, point)
     headings = re.findall(r"<h2>(.*?)</h2>", text)
     assert headings == [
         "Attention",
@@ -158,7 +158,7 @@ def test_browser_draws_sorts_and_shows_values(page: tuple[str, dict], tmp_path: 
 
 def test_browser_draws_more_values_than_a_function_has_arguments(tmp_path: Path) -> None:
     path = view(tmp_path / "page.html", tokens=["a"] * 1024, patching=torch.randn(200, 1024))
-    assert 'data-ready-ms="' in drawn(path, tmp_path)
+    assert 'data-ready-ms="' in render_page(path, tmp_path)
 
 
 @pytest.mark.timing
@@ -172,7 +172,7 @@ def test_large_page_is_written_within_a_second(tmp_path: Path) -> None:
         heads=detect_heads(patterns[:, None], tokens),
     )
     times = [
-        int(re.search(r'data-ready-ms="(\d+)"', drawn(tmp_path / "page.html", tmp_path))[1])
+        int(re.search(r'data-ready-ms="(\d+)"', render_page(tmp_path / "page.html", tmp_path))[1])
         for _ in range(3)
     ]
     assert_at_most("interp: time to draw a large page", 1000, sorted(times)[1], "ms")

@@ -5,14 +5,14 @@ from interp.circuits.vocabulary import copying_eigenvalues, copying_scores
 from torch import Tensor, nn
 
 
-def random(*shape: int) -> Tensor:
+def draw_random(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
 @pytest.fixture
 def ov() -> LowRank:
     torch.manual_seed(0)
-    return LowRank(random(2, 3, 8, 3), random(2, 3, 3, 8))
+    return LowRank(draw_random(2, 3, 8, 3), draw_random(2, 3, 3, 8))
 
 
 def test_zero_layers_are_bigrams() -> None:
@@ -26,7 +26,7 @@ def test_zero_layers_are_bigrams() -> None:
 
 def test_copying_eigenvalues_are_those_of_the_vocabulary_squared_matrix(ov: LowRank) -> None:
     torch.manual_seed(0)
-    embed, unembed = random(11, 8), random(11, 8)
+    embed, unembed = draw_random(11, 8), draw_random(11, 8)
     values = copying_eigenvalues(ov, embed, unembed)
     full = torch.linalg.eigvals((unembed @ ov @ embed.mT).dense())
     for power in range(1, 5):
@@ -37,7 +37,7 @@ def test_copying_eigenvalues_are_those_of_the_vocabulary_squared_matrix(ov: LowR
 
 def test_a_head_that_copies_scores_one() -> None:
     torch.manual_seed(0)
-    embed = torch.linalg.qr(random(8, 8))[0]
+    embed = torch.linalg.qr(draw_random(8, 8))[0]
     head = LowRank(torch.eye(8, dtype=torch.float64)[None], torch.eye(8, dtype=torch.float64)[None])
     assert copying_scores(head, embed, embed).item() == pytest.approx(1)
     against = LowRank(-head.a, head.b)

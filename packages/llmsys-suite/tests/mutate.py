@@ -46,7 +46,7 @@ from llmsys_suite.stages import links, parallel, plan, scale, train
 from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants import list_variants
 from llmsys_suite.variants.initial_weights import draw
-from reported_figures import doubled, figures
+from reported_figures import double_figure, list_figures
 from run_folders import create_folder
 
 #: Quick faults, one or two of each family, for the fast tests.
@@ -135,7 +135,7 @@ def inject(
         ]
 
 
-def table(outcomes: list[Outcome]) -> str:
+def format_table(outcomes: list[Outcome]) -> str:
     """Return Markdown: the number of faults that were found, by stage, and the check of each."""
     detected = sum(bool(outcome.failed_checks) for outcome in outcomes)
     stages: dict[str, list[Outcome]] = {stage: [] for stage in (*STAGES, "folder")}
@@ -151,22 +151,25 @@ def table(outcomes: list[Outcome]) -> str:
     ]
     for stage, part in stages.items():
         num_detected = sum(bool(outcome.failed_checks) for outcome in part)
-        lines.append(f"| {stage} | {num_detected} of {len(part)} | {_most_frequent(part)} |")
+        lines.append(f"| {stage} | {num_detected} of {len(part)} | {_find_most_frequent(part)} |")
     for stage, part in stages.items():
         lines += ["", f"### Faults in {stage}", "", "| injected fault | found by |", "|---|---|"]
-        lines += [f"| {o.fault.partition(': ')[2]} | {_found_by(o, stage)} |" for o in part]
+        lines += [
+            f"| {o.fault.partition(': ')[2]} | {_describe_first_failed_check(o, stage)} |"
+            for o in part
+        ]
     return "\n".join(lines)
 
 
-def _most_frequent(outcomes: list[Outcome]) -> str:
+def _find_most_frequent(outcomes: list[Outcome]) -> str:
     """Return the three kinds of checks that found most of the faults first."""
     kinds = Counter(
-        _kind(outcome.failed_checks[0]) for outcome in outcomes if outcome.failed_checks
+        _get_kind(outcome.failed_checks[0]) for outcome in outcomes if outcome.failed_checks
     )
     return "; ".join(f"{kind} ({count})" for kind, count in kinds.most_common(3))
 
 
-def _kind(check: str) -> str:
+def _get_kind(check: str) -> str:
     """Return the name of a check without the stage, the variant and the rank."""
     for first in ("an error", "the folder's digests"):
         if check.startswith(first):
@@ -174,7 +177,7 @@ def _kind(check: str) -> str:
     return re.sub(r", rank \d+$", "", check.rpartition(": ")[2])
 
 
-def _found_by(outcome: Outcome, stage: str) -> str:
+def _describe_first_failed_check(outcome: Outcome, stage: str) -> str:
     """Return the first failed check, without its stage, and the number of the other ones."""
     checks = outcome.failed_checks
     if not checks:
@@ -191,13 +194,13 @@ def rank_main() -> int:
     assert config.out is not None
     folder = config.out.parent
     faults = [fault for fault in FAULTS if fault.label in task["faults"]]
-    with shortened(), mock.patch.object(Run, "wait_for_ranks", _wait_or_fail):
+    with shorten_stages(), mock.patch.object(Run, "wait_for_ranks", _wait_or_fail):
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         run = worker.begin(config, rank, world, Progress(enabled=False))
         outcomes: list[Outcome] = []
         try:
             for seed in range(task["honest_runs"]):
-                outcomes.append(_honest_outcome(run, seed, task["attempts"]))
+                outcomes.append(_run_honestly(run, seed, task["attempts"]))
             if faults and not outcomes and not task["figures"]:
                 _require_honest(run, {fault.stage for fault in faults}, task["attempts"])
             if task["figures"] and not task["honest_runs"]:
@@ -220,7 +223,7 @@ def rank_main() -> int:
 
 
 @contextmanager
-def shortened() -> Iterator[None]:
+def shorten_stages() -> Iterator[None]:
     """Reduce all repetitions and sizes of the stages inside the block."""
     with ExitStack() as stack:
         for module, values in (
@@ -234,21 +237,21 @@ def shortened() -> Iterator[None]:
         yield
 
 
-def _honest_outcome(run: Run, seed: int, attempts: int) -> Outcome:
+def _run_honestly(run: Run, seed: int, attempts: int) -> Outcome:
     start = time.perf_counter()
     run.config = replace(run.config, seed=seed)
-    failed = _failed_in_all(run, set(STAGES), attempts)
-    return _reported(run, Outcome(f"honest run {seed}", failed, time.perf_counter() - start))
+    failed = _find_checks_failed_in_all(run, set(STAGES), attempts)
+    return _report_outcome(run, Outcome(f"honest run {seed}", failed, time.perf_counter() - start))
 
 
 def _require_honest(run: Run, stages: set[str], attempts: int) -> None:
     stages = stages - {"folder"} | {"train"}
-    failed = _failed_in_all(run, {*add_dependencies([*stages])}, attempts)
+    failed = _find_checks_failed_in_all(run, {*add_dependencies([*stages])}, attempts)
     if failed:
         raise RuntimeError("checks failed without a fault: " + "; ".join(failed))
 
 
-def _failed_in_all(run: Run, stages: set[str], attempts: int) -> tuple[str, ...]:
+def _find_checks_failed_in_all(run: Run, stages: set[str], attempts: int) -> tuple[str, ...]:
     """Return the checks that fail in every one of at most `attempts` runs of the stages."""
     failed: dict[str, str] = {}
     for attempt in range(attempts):
@@ -292,21 +295,21 @@ def _inject(run: Run, fault: Fault, honest: dict[str, Any], out: Path) -> Outcom
         for patch in patches if isinstance(patches, list) else [patches]:
             stack.enter_context(patch)
         try:
-            failed = _failed_checks(run, fault.stage)
+            failed = _list_failed_checks(run, fault.stage)
         except Exception as error:
             # An error that would end the run has detected the fault too.
             failed = [f"an error, {_recover(run, error)}"]
     draw.cache_clear()
     run.trained = trained
     run.config = config
-    return _reported(run, Outcome(fault.label, tuple(failed), time.perf_counter() - start))
+    return _report_outcome(run, Outcome(fault.label, tuple(failed), time.perf_counter() - start))
 
 
 def inject_figures(run: Run, honest: dict[str, Any]) -> list[Outcome]:
     """Double each reported figure of the honest run, one after the other, and audit again."""
-    names = figures(honest) if run.rank == 0 else []
+    names = list_figures(honest) if run.rank == 0 else []
     run.results = dict(honest)
-    evidence = _evidence(run)
+    evidence = _collect_evidence(run)
     outcomes = []
     # The audit deletes the checkpoints around the probed step when it has read them.
     with mock.patch.object(probed_step, "shutil"):
@@ -314,23 +317,23 @@ def inject_figures(run: Run, honest: dict[str, Any]) -> list[Outcome]:
             start = time.perf_counter()
             run.results = dict(honest)
             if run.rank == 0:
-                run.results[stage] = doubled(honest[stage], name)
+                run.results[stage] = double_figure(honest[stage], name)
             if stage in audit.RECORDED:
-                checks = _stage_checks(run, stage)
+                checks = _run_stage_checks(run, stage)
             else:
-                checks = _training_checks(run, evidence)
+                checks = _run_training_checks(run, evidence)
             failed = tuple(check.name for check in checks if not check.passed)
             seconds = time.perf_counter() - start
-            outcomes.append(_reported(run, Outcome(f"{stage}: {name}", failed, seconds)))
+            outcomes.append(_report_outcome(run, Outcome(f"{stage}: {name}", failed, seconds)))
     return outcomes
 
 
-def _evidence(run: Run) -> dict[str, Any]:
+def _collect_evidence(run: Run) -> dict[str, Any]:
     """Return the evidence for the checks of `plan` and `train`, on every rank."""
     return dict(ChainMap(audit.measure_evidence(run), *run.gather(audit.compute_evidence(run))))
 
 
-def _stage_checks(run: Run, stage: str) -> list[Check]:
+def _run_stage_checks(run: Run, stage: str) -> list[Check]:
     """Return the checks of a stage on rank 0, which has the results of all stages."""
     checks = []
     if stage in audit.STAGES and (run.rank == 0 or stage in audit.COLLECTIVE):
@@ -340,7 +343,7 @@ def _stage_checks(run: Run, stage: str) -> list[Check]:
     return checks
 
 
-def _training_checks(run: Run, evidence: dict[str, Any]) -> list[Check]:
+def _run_training_checks(run: Run, evidence: dict[str, Any]) -> list[Check]:
     """Return the checks of `plan` and `train` on rank 0."""
     if run.folder is None:
         return []
@@ -381,21 +384,21 @@ def _recover(run: Run, error: Exception) -> str:
     return message
 
 
-def _reported(run: Run, outcome: Outcome) -> Outcome:
+def _report_outcome(run: Run, outcome: Outcome) -> Outcome:
     if run.rank == 0:
         print(f"{outcome.seconds:5.1f} s  {outcome}", file=sys.stderr, flush=True)
     return outcome
 
 
-def _failed_checks(run: Run, stage: str) -> list[str]:
+def _list_failed_checks(run: Run, stage: str) -> list[str]:
     """Return the checks that fail; a folder that cannot be read back counts as one."""
     if stage == "plan":
         worker.run_stage(run, "plan")
     worker.run_stage(run, "train" if stage in ("plan", "folder") else stage)
     if stage in audit.RECORDED:
-        checks = _stage_checks(run, stage)
+        checks = _run_stage_checks(run, stage)
     else:
-        checks = _training_checks(run, _evidence(run))
+        checks = _run_training_checks(run, _collect_evidence(run))
     failed = [check.name for check in checks if not check.passed]
     if run.folder is not None:
         run.folder.write_json("checks.json", [])
@@ -422,11 +425,11 @@ def main() -> int:
         print("\n".join(labels))
         return 0
     outcomes = inject(labels, figures=arguments.figures)
-    print(table(outcomes))
+    print(format_table(outcomes))
     if arguments.write:
         before, _, rest = arguments.write.read_text().partition("<!-- injected -->\n")
         _, _, after = rest.partition("<!-- /injected -->")
-        marked = f"<!-- injected -->\n{table(outcomes)}\n<!-- /injected -->"
+        marked = f"<!-- injected -->\n{format_table(outcomes)}\n<!-- /injected -->"
         arguments.write.write_text(before + marked + after)
     return 0 if all(outcome.failed_checks for outcome in outcomes) else 1
 

@@ -43,7 +43,7 @@ LABELED = {
 }
 
 
-def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
+def list_figures(results: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (stage, name) of each number; numbers of the same column have the same name."""
     names: dict[tuple[str, str], None] = {}
     for stage, result in results.items():
@@ -51,39 +51,39 @@ def figures(results: dict[str, Any]) -> list[tuple[str, str]]:
             continue
         for field in dataclasses.fields(result):
             if field.name not in RECORDS:
-                for name in _names(getattr(result, field.name), field.name):
+                for name in _iter_names(getattr(result, field.name), field.name):
                     names[stage, name] = None
     return list(names)
 
 
-def doubled(result: Any, name: str) -> Any:
+def double_figure(result: Any, name: str) -> Any:
     """Return a copy of a result whose numbers of this name are doubled, or 1 instead of 0."""
     field = name.partition(".")[0]
-    change = _changer(name)
+    change = _build_changer(name)
     return dataclasses.replace(result, **{field: change(getattr(result, field), field)})
 
 
-def _names(value: Any, name: str) -> Iterator[str]:
+def _iter_names(value: Any, name: str) -> Iterator[str]:
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _names(inner, _below(name, key))
+            yield from _iter_names(inner, _get_entry_name(name, key))
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _names(inner, name)
+            yield from _iter_names(inner, name)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield name
 
 
-def _below(name: str, key: str) -> str:
+def _get_entry_name(name: str, key: str) -> str:
     """Return the name of an entry: field and column, without names of models and variants."""
     column = key.isidentifier() and key.islower() and not key.startswith(("mini", "tiny"))
     return f"{name.partition('.')[0]}.{key}" if column else name
 
 
-def _changer(name: str) -> Callable[[Any, str], Any]:
+def _build_changer(name: str) -> Callable[[Any, str], Any]:
     def change(value: Any, path: str) -> Any:
         if isinstance(value, dict):
-            return {key: change(inner, _below(path, key)) for key, inner in value.items()}
+            return {key: change(inner, _get_entry_name(path, key)) for key, inner in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(change(inner, path) for inner in value)
         if path == name and isinstance(value, int | float) and not isinstance(value, bool):

@@ -70,7 +70,7 @@ BATCHES = [
 ]
 
 
-def honest_samples():
+def make_honest_samples():
     samples, clock = [], 1000.0
     for step in range(4):
         for variant in NAMES:
@@ -106,7 +106,7 @@ def honest_samples():
     return samples
 
 
-def probed(ranks):
+def make_probed(ranks):
     return {
         "weights": [[6e-7, "q: norm 1, expected 1"]] * ranks,
         "shared": [400] * ranks,
@@ -114,7 +114,7 @@ def probed(ranks):
     }
 
 
-def final(name):
+def make_final(name):
     """Return what the ranks store after the training, and the distances of their weights.
 
     The gradient of k consists of rounding errors, so that its change may differ by any factor.
@@ -128,10 +128,10 @@ def final(name):
     return weights | {"stored": [stored] * ranks}
 
 
-def honest():
+def make_honest_run():
     """(plan, train, samples, evidence) of a run with nothing wrong."""
-    samples = honest_samples()
-    ends = {n: final(n) for n in NAMES}
+    samples = make_honest_samples()
+    ends = {n: make_final(n) for n in NAMES}
     train = Train(summarize(samples), compute_loss_curves(samples), ends)
     for row in train.rows:
         ranks = 1 if row["variant"] == SINGLE else 2
@@ -139,7 +139,7 @@ def honest():
     evidence = {
         "config": get_json_values(CONFIG),
         "threads": 1,
-        "probe": {n: probed(1 if n == SINGLE else 2) for n in NAMES},
+        "probe": {n: make_probed(1 if n == SINGLE else 2) for n in NAMES},
         "trajectory": [5.0, 4.0, 3.0, 2.0],
         "rounding_factors": {"q": 1.0, "k": 1e6},
         "row_digests": BATCHES,
@@ -175,51 +175,53 @@ def honest():
     ],
 )
 def test_held_out_text_in_the_training_text_fails(change, name):
-    plan, train, samples, evidence = honest()
+    plan, train, samples, evidence = make_honest_run()
     evidence["split"] |= change
-    assert red(plan, train, samples, evidence) == [name]
+    assert list_failed_checks(plan, train, samples, evidence) == [name]
 
 
 @pytest.mark.parametrize("kind", ["needed time", "processor time"])
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
 def test_a_peer_that_is_slowed_or_skips_work_fails(kind, ratio):
-    plan, train, samples, evidence = honest()
+    plan, train, samples, evidence = make_honest_run()
     evidence["peers"][PEER][kind]["audit"] = ratio
-    assert red(plan, train, samples, evidence) == [f"{kind} of {PEER}"]
+    assert list_failed_checks(plan, train, samples, evidence) == [f"{kind} of {PEER}"]
 
 
 @pytest.mark.parametrize("kind", ["needed time", "processor time"])
 @pytest.mark.parametrize("ratio", [0.6, 1.7])
 def test_a_peer_that_is_slowed_in_the_training_only_fails(kind, ratio):
-    plan, train, samples, evidence = honest()
+    plan, train, samples, evidence = make_honest_run()
     evidence["peers"][PEER][kind]["ddp flat"] = ratio
-    assert red(plan, train, samples, evidence) == [f"{kind} of {PEER} over that of ddp flat"]
+    assert list_failed_checks(plan, train, samples, evidence) == [
+        f"{kind} of {PEER} over that of ddp flat"
+    ]
 
 
-def peers_of_stage(seconds, waited, processor):
+def list_failed_peers(seconds, waited, processor):
     """Return the failed comparisons of a peer whose steps take more of three clocks' seconds."""
 
     def change(train, samples, evidence):
-        for s in steps(samples, PEER):
+        for s in list_steps(samples, PEER):
             s["seconds"] += seconds
             s[CORE_WAIT] += waited
             s[PROCESSOR] += processor
 
-    return {name for name in tampered(change) if "over that of" in name}
+    return {name for name in check_tampered(change) if "over that of" in name}
 
 
 def test_a_sleep_shows_in_needed_time_and_work_in_processor_time():
     needed, processor = (
         f"{kind} of {PEER} over that of ddp flat" for kind in ("needed time", "processor time")
     )
-    assert peers_of_stage(seconds=0.2, waited=0.0, processor=0.0) == {needed}
-    assert peers_of_stage(seconds=0.2, waited=0.2, processor=0.0) == set()
-    assert peers_of_stage(seconds=0.2, waited=0.0, processor=0.1) == {needed, processor}
+    assert list_failed_peers(seconds=0.2, waited=0.0, processor=0.0) == {needed}
+    assert list_failed_peers(seconds=0.2, waited=0.2, processor=0.0) == set()
+    assert list_failed_peers(seconds=0.2, waited=0.0, processor=0.1) == {needed, processor}
     # Another program has the core for as long as the additional work takes.
-    assert peers_of_stage(seconds=0.2, waited=0.2, processor=0.1) == {processor}
+    assert list_failed_peers(seconds=0.2, waited=0.2, processor=0.1) == {processor}
 
 
-def crowded(train, samples, evidence):
+def crowd_machine(train, samples, evidence):
     """Let other programs use most of the machine, and let all ranks of two variants wait for it."""
     for s in samples:
         if s["phase"] == WHOLE_STEP:
@@ -230,11 +232,11 @@ def crowded(train, samples, evidence):
 
 def test_needed_times_in_disturbed_rounds_are_not_compared():
     def change(train, samples, evidence):
-        crowded(train, samples, evidence)
+        crowd_machine(train, samples, evidence)
         evidence["peers"][PEER]["needed time"]["ddp flat"] = 1.7
         evidence["peers"][PEER]["processor time"]["ddp flat"] = 1.7
 
-    failed = {name for name in tampered(change) if "over that of" in name}
+    failed = {name for name in check_tampered(change) if "over that of" in name}
     assert failed == {f"processor time of {PEER} over that of ddp flat"}
 
 
@@ -273,10 +275,10 @@ def test_the_bounds_of_a_median_narrow_with_the_number_of_rounds():
 
 
 def test_a_cold_first_step_does_not_count_as_a_slowed_peer():
-    plan, train, samples, evidence = honest()
+    plan, train, samples, evidence = make_honest_run()
     for s in samples:
         s["warmup"] = False
-    for s in steps(samples, PEER):
+    for s in list_steps(samples, PEER):
         s["seconds"] += 5.0 * (s["step"] == 0)
     config = replace(CONFIG, warmup=0, steps=4)
     checks = training_checks.check_training(config, plan, train, samples, evidence)
@@ -325,7 +327,7 @@ def test_inputs_that_are_not_rounded_to_eight_bits_fail(monkeypatch, largest, pa
     assert all((distance < compress.ROUNDED_INPUTS) == passes for distance in distances)
 
 
-def red(plan, train, samples, evidence):
+def list_failed_checks(plan, train, samples, evidence):
     return [
         c.name
         for c in training_checks.check_training(CONFIG, plan, train, samples, evidence)
@@ -333,7 +335,7 @@ def red(plan, train, samples, evidence):
     ]
 
 
-def steps(samples, variant, *, rank=None):
+def list_steps(samples, variant, *, rank=None):
     return [
         s
         for s in samples
@@ -343,7 +345,7 @@ def steps(samples, variant, *, rank=None):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_heads_of_messages_and_whole_bytes_are_no_alarm_at_any_number_of_ranks(world):
-    plan, train, samples, evidence = honest()
+    plan, train, samples, evidence = make_honest_run()
     wire = 2 * (world - 1) / world * 400
     heads = 1000 * 20 * (world - 1)  # of twenty tensors, as often as a ring passes them on
     evidence["model_counts"]["tensors"] = 20
@@ -367,7 +369,7 @@ def test_heads_of_messages_and_whole_bytes_are_no_alarm_at_any_number_of_ranks(w
 
 
 def test_an_honest_record_passes_every_check_and_each_names_two_sources():
-    checks = list(training_checks.check_training(CONFIG, *honest()))
+    checks = list(training_checks.check_training(CONFIG, *make_honest_run()))
     assert [str(check) for check in checks if not check.passed] == []
     assert len({check.name for check in checks}) == len(checks) > 40
     assert all(check.source and check.against and check.source != check.against for check in checks)
@@ -388,18 +390,18 @@ def test_an_honest_record_passes_every_check_and_each_names_two_sources():
     ],
 )
 def test_a_wrong_prediction_fails(key, value, name):
-    plan, *rest = honest()
-    assert name in red(replace(plan, **{key: value}), *rest)
+    plan, *rest = make_honest_run()
+    assert name in list_failed_checks(replace(plan, **{key: value}), *rest)
 
 
-def tampered(change):
-    plan, train, samples, evidence = honest()
+def check_tampered(change):
+    plan, train, samples, evidence = make_honest_run()
     change(train, samples, evidence)
-    return red(plan, train, samples, evidence)
+    return list_failed_checks(plan, train, samples, evidence)
 
 
 def test_a_gradient_that_is_off_names_variant_rank_parameter_and_both_numbers():
-    plan, train, samples, evidence = honest()
+    plan, train, samples, evidence = make_honest_run()
     where = "blocks.0.attention.q.weight: norm 0.25, expected 0.125"
     evidence["probe"]["ddp flat"]["weights"][1] = [1.0, where]
     (check,) = (
@@ -416,7 +418,7 @@ def test_weights_that_a_probe_moved_wrongly_fail(distance):
     def change(train, samples, evidence):
         evidence["probe"]["parameter server"]["weights"][0] = [distance, "q"]
 
-    assert tampered(change) == ["parameter server: weight change of one SGD step"]
+    assert check_tampered(change) == ["parameter server: weight change of one SGD step"]
 
 
 @pytest.mark.parametrize(
@@ -438,14 +440,14 @@ def test_wrong_trained_weights_fail(wrong, name):
     def change(train, samples, evidence):
         train.final_weights["ddp flat"] |= wrong
 
-    assert tampered(change) == [f"ddp flat: {name}"]
+    assert check_tampered(change) == [f"ddp flat: {name}"]
 
 
 def test_ranks_whose_probed_weights_differ_in_a_bit_fail():
     def change(train, samples, evidence):
         evidence["probe"]["ddp flat"]["digest"][1] = "b"
 
-    assert tampered(change) == ["ddp flat: weights after two steps, bit by bit"]
+    assert check_tampered(change) == ["ddp flat: weights after two steps, bit by bit"]
 
 
 @pytest.mark.parametrize("saved", [-300, 1500])
@@ -453,62 +455,62 @@ def test_a_measured_peak_that_is_not_the_saved_bytes_fails(saved):
     def change(train, samples, evidence):
         evidence["saved_bytes"] = saved
 
-    assert tampered(change) == ["measured peak memory of a step"]
+    assert check_tampered(change) == ["measured peak memory of a step"]
 
 
 def test_rows_that_are_not_the_samplers_fail():
     def change(train, samples, evidence):
-        steps(samples, "ddp flat", rank=1)[2]["row_digests"][0] = "000000000000"
+        list_steps(samples, "ddp flat", rank=1)[2]["row_digests"][0] = "000000000000"
 
-    assert tampered(change) == ["ranks' rows are the global batch"]
+    assert check_tampered(change) == ["ranks' rows are the global batch"]
 
 
 def test_a_missing_rank_fails():
     def change(train, samples, evidence):
-        samples.remove(steps(samples, "ddp flat", rank=1)[2])
+        samples.remove(list_steps(samples, "ddp flat", rank=1)[2])
 
-    assert tampered(change) == ["results and samples of every step"]
+    assert check_tampered(change) == ["results and samples of every step"]
 
 
 def test_a_warm_up_step_that_is_counted_fails():
     def change(train, samples, evidence):
-        steps(samples, "ddp flat", rank=1)[0]["warmup"] = False
+        list_steps(samples, "ddp flat", rank=1)[0]["warmup"] = False
 
-    assert tampered(change) == ["results and samples of every step"]
+    assert check_tampered(change) == ["results and samples of every step"]
 
 
 def test_a_rank_that_reports_half_its_time_fails():
     def change(train, samples, evidence):
-        for sample in steps(samples, "ddp flat", rank=1):
+        for sample in list_steps(samples, "ddp flat", rank=1):
             sample["seconds"] /= 2
 
-    assert "time of a step" in tampered(change)
+    assert "time of a step" in check_tampered(change)
 
 
 def test_a_variant_with_more_threads_than_the_others_fails():
     def change(train, samples, evidence):
-        for sample in steps(samples, SINGLE):
+        for sample in list_steps(samples, SINGLE):
             sample["threads"] = 2
 
-    assert tampered(change) == ["threads"]
+    assert check_tampered(change) == ["threads"]
 
 
 def test_times_of_one_rank_that_another_rank_reports_too_fail():
     def change(train, samples, evidence):
         for rank in (0, 1):
-            for sample in steps(samples, "ddp flat", rank=rank):
+            for sample in list_steps(samples, "ddp flat", rank=rank):
                 sample["seconds"], sample["ended"] = 0.101, sample["began"] + 0.101
 
-    assert "copied times" in tampered(change)
+    assert "copied times" in check_tampered(change)
 
 
 def test_ranks_may_begin_and_end_one_step_at_the_same_reading():
     def change(train, samples, evidence):
-        first, second = (steps(samples, "ddp flat", rank=rank)[0] for rank in (0, 1))
+        first, second = (list_steps(samples, "ddp flat", rank=rank)[0] for rank in (0, 1))
         for key in ("began", "ended", "seconds"):
             second[key] = first[key]
 
-    assert "copied times" not in tampered(change)
+    assert "copied times" not in check_tampered(change)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -541,32 +543,34 @@ def test_a_wrong_column_of_the_table_fails(column, factor, name):
     def change(train, samples, evidence):
         train.rows[2][column] *= factor
 
-    assert tampered(change) == [name]
+    assert check_tampered(change) == [name]
 
 
 def test_a_row_without_its_ratio_to_the_peer_fails():
     def change(train, samples, evidence):
         del train.rows[2]["ratio_p50"]
 
-    assert tampered(change) == ["reported ratio to the peer"]
+    assert check_tampered(change) == ["reported ratio to the peer"]
 
 
 def test_a_clock_that_another_program_delays_in_one_step_does_not_fail_the_spread():
     def change(train, samples, evidence):
-        steps(samples, "ddp flat", rank=0)[-1]["ended"] += 0.5
+        list_steps(samples, "ddp flat", rank=0)[-1]["ended"] += 0.5
 
-    assert "reported spread of ratios" not in tampered(change)
+    assert "reported spread of ratios" not in check_tampered(change)
 
 
 @pytest.mark.parametrize(("together", "failed"), [(True, True), (False, False)])
 def test_variants_that_ran_one_after_another_fail_unless_the_plan_says_so(together, failed):
-    plan, train, samples, evidence = honest()
+    plan, train, samples, evidence = make_honest_run()
     for s in samples:
         if "began" in s:
             # One variant after the other, in hours.
             later = 3600.0 * NAMES.index(s["variant"])
             s["began"], s["ended"] = s["began"] + later, s["ended"] + later
-    names = red(replace(plan, variants_fit_together=together), train, samples, evidence)
+    names = list_failed_checks(
+        replace(plan, variants_fit_together=together), train, samples, evidence
+    )
     assert ("variants are interleaved step by step" in names) is failed
 
 
@@ -574,7 +578,7 @@ def test_a_phase_that_is_not_recorded_fails():
     def change(train, samples, evidence):
         samples[:] = [s for s in samples if s["phase"] != "optimizer"]
 
-    assert tampered(change) == [
+    assert check_tampered(change) == [
         "phases of every step",
         "reported shares of phases",
     ]
@@ -582,36 +586,36 @@ def test_a_phase_that_is_not_recorded_fails():
 
 def test_a_step_that_lost_its_core_between_two_phases_is_no_failure():
     def change(train, samples, evidence):
-        late = steps(samples, "ddp flat", rank=0)[1]
+        late = list_steps(samples, "ddp flat", rank=0)[1]
         late["seconds"] *= 3
         late["ended"] = late["began"] + late["seconds"]
 
     def longer(train, samples, evidence):
         next(s for s in samples if s["phase"] == "forward" and not s["warmup"])["seconds"] *= 3
 
-    assert "time in the phases of a step" in tampered(longer)
-    assert not any("phases of a step" in name for name in tampered(change))
+    assert "time in the phases of a step" in check_tampered(longer)
+    assert not any("phases of a step" in name for name in check_tampered(change))
 
 
 def test_a_core_that_is_lost_between_two_clocks_is_no_part_of_a_step():
     def late(waited):
         def change(train, samples, evidence):
-            for s in steps(samples, "ddp flat", rank=1)[1:]:
+            for s in list_steps(samples, "ddp flat", rank=1)[1:]:
                 s["ended"], s[CORE_WAIT] = s["ended"] + 0.05, waited
 
         return change
 
-    assert set(tampered(late(0.05))) == {"time of a step"}
-    assert "reported step time" in tampered(late(0.0))
+    assert set(check_tampered(late(0.05))) == {"time of a step"}
+    assert "reported step time" in check_tampered(late(0.0))
 
 
 @pytest.mark.parametrize(("waited", "halved", "passes"), [(0.05, 1, 1), (0.0, 1, 0), (0.01, 2, 0)])
 def test_a_core_that_is_lost_between_two_clocks_of_a_single_step_is_no_part_of_it(
     waited, halved, passes
 ):
-    plan, train, samples, evidence = honest()
+    plan, train, samples, evidence = make_honest_run()
     samples = [s | {"warmup": False} for s in samples if s["step"] == 0]
-    (late,) = steps(samples, "ddp flat", rank=1)
+    (late,) = list_steps(samples, "ddp flat", rank=1)
     late["seconds"] /= halved
     late["ended"], late[CORE_WAIT] = late["ended"] + (0.05 if halved == 1 else 0.0), waited
     config = replace(CONFIG, warmup=0, steps=1)
@@ -622,23 +626,23 @@ def test_a_core_that_is_lost_between_two_clocks_of_a_single_step_is_no_part_of_i
 @pytest.mark.parametrize("nbytes", [0, 200, 1200])
 def test_bytes_that_the_kernel_did_not_count_fail(nbytes):
     def change(train, samples, evidence):
-        for s in steps(samples, "ddp flat"):
+        for s in list_steps(samples, "ddp flat"):
             s["received"] = nbytes
         (row,) = (row for row in train.rows if row["variant"] == "ddp flat")
         row["wire_bytes"] = nbytes
 
-    assert tampered(change) == ["ddp flat: bytes received per step of training"]
+    assert check_tampered(change) == ["ddp flat: bytes received per step of training"]
 
 
 def test_reported_bytes_that_no_sample_has_fail():
     def change(train, samples, evidence):
-        for s in steps(samples, "ddp flat"):
+        for s in list_steps(samples, "ddp flat"):
             s["received"] = 401
 
-    assert tampered(change) == ["reported bytes received per step"]
+    assert check_tampered(change) == ["reported bytes received per step"]
 
 
-def without(*path):
+def build_removal(*path):
     def change(train, samples, evidence):
         owner = {"train": vars(train), "samples": samples, "evidence": evidence}
         for key in path[:-1]:
@@ -663,15 +667,15 @@ def remove_received(train, samples, evidence):
         (remove_rank, "torch DDP does not have one sample per step on rank 1"),
         (remove_received, "single process does not have one sample per step on rank 0"),
         (lambda train, samples, evidence: samples.clear(), "single process does not have one"),
-        (without("train", "rows", 2, "step_ms"), "KeyError: 'step_ms'"),
-        (without("train", "losses", "ddp flat"), "ddp flat has 0 losses for 4 steps"),
-        (without("train", "final_weights", "ddp flat"), "KeyError: 'ddp flat'"),
-        (without("evidence", "trajectory"), "KeyError: 'trajectory'"),
-        (without("samples", 3, "row_digests"), "KeyError: 'row_digests'"),
+        (build_removal("train", "rows", 2, "step_ms"), "KeyError: 'step_ms'"),
+        (build_removal("train", "losses", "ddp flat"), "ddp flat has 0 losses for 4 steps"),
+        (build_removal("train", "final_weights", "ddp flat"), "KeyError: 'ddp flat'"),
+        (build_removal("evidence", "trajectory"), "KeyError: 'trajectory'"),
+        (build_removal("samples", 3, "row_digests"), "KeyError: 'row_digests'"),
     ],
 )
 def test_a_part_of_the_record_that_is_missing_is_named(change, named):
-    plan, train, samples, evidence = honest()
+    plan, train, samples, evidence = make_honest_run()
     change(train, samples, evidence)
     checks = catch_errors(
         "train", training_checks.check_training(CONFIG, plan, train, samples, evidence)
@@ -681,7 +685,7 @@ def test_a_part_of_the_record_that_is_missing_is_named(change, named):
 
 
 def test_a_configuration_that_was_edited_fails():
-    plan, train, samples, evidence = honest()
+    plan, train, samples, evidence = make_honest_run()
     edited = replace(CONFIG, learning_rate=1.0)
     checks = training_checks.check_training(edited, plan, train, samples, evidence)
     assert [check.where for check in checks if not check.passed] == ["learning_rate"]
@@ -689,10 +693,10 @@ def test_a_configuration_that_was_edited_fails():
 
 @pytest.mark.parametrize("factor", [0, 0.5, 1.02, 2])
 def test_bytes_that_were_not_announced_in_shared_memory_fail(factor):
-    *_, evidence = honest()
+    *_, evidence = make_honest_run()
     evidence["model_counts"]["parameters"] = 25_000
-    evidence["probe"]["ddp shared memory"] = probed(2) | {"shared": [factor * 1e5, 1e5]}
-    record = Record(CONFIG, *honest()[:3], evidence)
+    evidence["probe"]["ddp shared memory"] = make_probed(2) | {"shared": [factor * 1e5, 1e5]}
+    record = Record(CONFIG, *make_honest_run()[:3], evidence)
     failed = [check.name for check in wire_checks.check_shared_memory(record) if not check.passed]
     assert failed == ["ddp shared memory: bytes summed in shared memory, rank 0"]
 
@@ -700,9 +704,9 @@ def test_bytes_that_were_not_announced_in_shared_memory_fail(factor):
 @pytest.mark.parametrize("loss", [5.01, float("nan")])
 def test_a_loss_that_departs_fails(loss):
     def change(train, samples, evidence):
-        steps(samples, "ddp flat", rank=0)[1]["loss"] = loss
+        list_steps(samples, "ddp flat", rank=0)[1]["loss"] = loss
 
-    assert {"losses, trained again", "all losses"} <= set(tampered(change))
+    assert {"losses, trained again", "all losses"} <= set(check_tampered(change))
 
 
 def test_a_rate_that_rises_in_every_variant_after_the_first_steps_fails():
@@ -711,14 +715,14 @@ def test_a_rate_that_rises_in_every_variant_after_the_first_steps_fails():
             if sample.get("step") == 3 and "loss" in sample:
                 sample["loss"] *= 0.99
 
-    assert "losses, trained again" in tampered(change)
+    assert "losses, trained again" in check_tampered(change)
 
 
 def test_a_reported_loss_that_no_sample_has_fails():
     def change(train, samples, evidence):
         train.losses["ddp flat"][1] += 0.1
 
-    assert tampered(change) == ["reported losses"]
+    assert check_tampered(change) == ["reported losses"]
 
 
 @pytest.mark.parametrize(
@@ -736,7 +740,7 @@ def test_tensors_that_a_variant_should_not_store_fail(kind, nbytes, name):
         stored = train.final_weights["ddp flat"]["stored"]
         stored[1] = stored[1] | {kind: nbytes}
 
-    assert tampered(change) == [name]
+    assert check_tampered(change) == [name]
 
 
 @pytest.mark.parametrize(("variant", "nbytes", "passes"), [
@@ -783,7 +787,7 @@ def test_initial_weights_of_another_scale_fail():
     def change(train, samples, evidence):
         evidence["initial_scales"][0][0] = 40.0
 
-    assert tampered(change) == ["scale of the initial weights"]
+    assert check_tampered(change) == ["scale of the initial weights"]
 
 
 def test_schedules_are_distinguished_by_their_events():
@@ -816,19 +820,19 @@ def test_a_contender_that_is_faster_in_the_stage_than_in_the_audit_fails(stage_r
 ON_CPU = SimpleNamespace(device=torch.device("cpu"))
 
 
-def matmul_of(rows):
+def build_matmul(rows):
     """Return a call whose n-th call has as many rows as the n-th of `rows`, and 4 at the end."""
     rows, matrix = iter(rows), torch.ones(400, 400)
     return lambda: matrix[: next(rows, 4)] @ matrix
 
 
 def test_the_audit_repeats_rounds_that_another_program_disturbed():
-    stage = Interleaved(timing.time_rounds(ON_CPU, {"ours": matmul_of([])}), 1.0)
+    stage = Interleaved(timing.time_rounds(ON_CPU, {"ours": build_matmul([])}), 1.0)
 
     def compare(timed):
         return [*timing.check_shortest(stage, timed)]
 
-    calls = {"ours": matmul_of([400] * 6)}
+    calls = {"ours": build_matmul([400] * 6)}
     (check,) = timing.check_against_rounds(ON_CPU, calls, compare, rounds=5)
     assert check.passed
 
@@ -840,7 +844,7 @@ def test_a_contender_that_stays_slower_than_in_the_stage_fails(monkeypatch):
     def compare(timed):
         return [*timing.check_shortest(stage, timed)]
 
-    calls = {"ours": matmul_of([400] * 1000)}
+    calls = {"ours": build_matmul([400] * 1000)}
     (check,) = timing.check_against_rounds(ON_CPU, calls, compare, rounds=1)
     assert not check.passed
 
@@ -871,7 +875,7 @@ def test_a_check_with_nothing_recorded_is_red():
     assert not Check("a", "b", "c", 0, float("inf"), 0, float("inf")).passed
 
 
-def scaling_result():
+def make_scaling_result():
     """Return a fit to runs of four budgets: parabolas in log N with minima near N = C^0.4."""
     runs = []
     for i, compute in enumerate((1e10, 3e10, 1e11, 3e11)):
@@ -888,7 +892,7 @@ def test_a_scaling_law_that_is_not_the_one_of_its_runs_fails():
     def failed(result):
         return [check.name for check in scale_checks.check_fit(result) if not check.passed]
 
-    result = scaling_result()
+    result = make_scaling_result()
     assert failed(result) == []
     law = result.law | {"exponent": 1 - result.law["exponent"]}
     assert failed(replace(result, law=law)) == ["exponent"]
@@ -897,15 +901,15 @@ def test_a_scaling_law_that_is_not_the_one_of_its_runs_fails():
 
 
 def test_runs_that_fix_no_scaling_law_have_the_reason_and_no_law():
-    result = scaling_result()
+    result = make_scaling_result()
     rising = [row | {"loss": row["parameters"] / 1e9} for row in result.runs]
     without = scale.fit_law(rising)
     assert without.law == {}
     assert "fewer than two budgets have a valley" in without.warnings[0]
 
 
-def finished(path, change=lambda samples: None):
-    plan, train, samples, evidence = honest()
+def make_finished(path, change=lambda samples: None):
+    plan, train, samples, evidence = make_honest_run()
     config = RunConfig(**{**vars(CONFIG), "stages": ("plan", "train", "audit"), "out": path})
     folder = create_folder(config, {})
     change(samples)
@@ -913,38 +917,42 @@ def finished(path, change=lambda samples: None):
     folder.add_stage("plan", plan)
     folder.add_stage("train", train)
     folder.write_json("evidence.json", evidence | {"config": get_json_values(config)})
-    checks = [check.to_json() for check in training_checks.check_training(CONFIG, *honest())]
+    checks = [
+        check.to_json() for check in training_checks.check_training(CONFIG, *make_honest_run())
+    ]
     folder.write_json("checks.json", checks)
     folder.add_stage("audit", Audit(len(checks), []))
     folder.finish()
     return folder
 
 
-def red_again(folder):
+def list_checks_failed_again(folder):
     folder.seal()
     return [check.name for check in check_again(folder) if not check.passed]
 
 
 def test_a_folder_is_audited_once_more_from_its_records(tmp_path):
     def wrong(samples):
-        steps(samples, "ddp flat", rank=0)[1]["loss"] = 7.0
+        list_steps(samples, "ddp flat", rank=0)[1]["loss"] = 7.0
 
-    assert not red_again(finished(tmp_path / "a"))
-    assert {"losses, trained again", "all losses"} <= {*red_again(finished(tmp_path / "b", wrong))}
+    assert not list_checks_failed_again(make_finished(tmp_path / "a"))
+    assert {"losses, trained again", "all losses"} <= {
+        *list_checks_failed_again(make_finished(tmp_path / "b", wrong))
+    }
 
 
 def test_a_folder_without_checks_evidence_or_a_stage_fails(tmp_path):
-    folder = finished(tmp_path)
+    folder = make_finished(tmp_path)
     checks, summary = folder.read_json("checks.json"), folder.summary
     folder.write_json("checks.json", checks[:-1])
-    assert red_again(folder) == ["number of checks"]
+    assert list_checks_failed_again(folder) == ["number of checks"]
     folder.write_json("checks.json", checks)
     del summary["stages"]["train"]
     folder.write_json("summary.json", summary)
     (failed,) = (check for check in check_again_sealed(folder) if not check.passed)
     assert failed.where == "train"
     folder.write_json("evidence.json", {})
-    assert red_again(folder) == ["results of every stage"]
+    assert list_checks_failed_again(folder) == ["results of every stage"]
 
 
 def check_again_sealed(folder):
@@ -970,20 +978,20 @@ def test_a_figure_of_another_stage_that_is_edited_after_the_run_fails(tmp_path, 
     ]
     rows[0] |= {"size_bytes": 400, "smaller": 1.0}
     timings = Interleaved({method: [0.1] * 3 for method in METHODS}, 0.3 * len(METHODS))
-    folder = finished(tmp_path)
+    folder = make_finished(tmp_path)
     folder.add_stage("compress", Compress(rows, timings))
-    assert red_again(folder) == []
+    assert list_checks_failed_again(folder) == []
     change(rows)
     folder.add_stage("compress", Compress(rows, timings))
-    assert red_again(folder) == [name]
+    assert list_checks_failed_again(folder) == [name]
 
 
 def test_a_figure_of_another_type_is_a_failed_check(tmp_path):
-    folder = finished(tmp_path)
+    folder = make_finished(tmp_path)
     summary = folder.summary
     summary["stages"]["train"]["rows"][1]["step_ms"] = "12"
     folder.write_json("summary.json", summary)
-    assert red_again(folder) == ["what the audit reads"]
+    assert list_checks_failed_again(folder) == ["what the audit reads"]
 
 
 def test_a_run_without_an_audit_is_refused(tmp_path):
@@ -1008,31 +1016,33 @@ def test_a_check_of_numpys_numbers_can_be_kept():
 
 def test_a_check_that_the_folder_has_not_stored_is_reported(tmp_path):
     def wrong(samples):
-        steps(samples, "ddp flat", rank=0)[1]["loss"] = 7.0
+        list_steps(samples, "ddp flat", rank=0)[1]["loss"] = 7.0
 
-    folder = finished(tmp_path, wrong)
+    folder = make_finished(tmp_path, wrong)
     stored = [row for row in folder.read_json("checks.json") if row["name"] != "all losses"]
     folder.write_json("checks.json", stored)
     folder.add_stage("audit", Audit(len(stored), []))
-    assert "all losses" in red_again(folder)
+    assert "all losses" in list_checks_failed_again(folder)
 
 
 def test_a_variant_that_is_left_out_fails():
-    assert "variants" in tampered(lambda train, *_: train.rows.pop())
-    assert "variants" in tampered(lambda train, *_: train.rows.append(train.rows[1]))
+    assert "variants" in check_tampered(lambda train, *_: train.rows.pop())
+    assert "variants" in check_tampered(lambda train, *_: train.rows.append(train.rows[1]))
 
 
 def test_rates_that_are_all_wrong_by_the_same_factor_fail():
-    plan, train, *rest = honest()
+    plan, train, *rest = make_honest_run()
     for row in train.rows:
         row["mfu"] /= 4
-    assert red(replace(plan, peak=4 * plan.peak), train, *rest) == ["rate of a product"]
+    assert list_failed_checks(replace(plan, peak=4 * plan.peak), train, *rest) == [
+        "rate of a product"
+    ]
 
 
 def test_the_first_step_may_exchange_more_bytes_if_it_is_not_a_warm_up_step():
     def fsdp_received(warmup):
-        plan, train, samples, evidence = honest()
-        for s in steps(samples, "ddp flat"):
+        plan, train, samples, evidence = make_honest_run()
+        for s in list_steps(samples, "ddp flat"):
             s["received"] = 700
         (row,) = (row for row in train.rows if row["variant"] == "ddp flat")
         row["wire_bytes"] = 700.0

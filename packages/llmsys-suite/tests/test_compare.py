@@ -29,7 +29,7 @@ DIFFERENT = ("slower", "faster")
 OURS = ("ddp flat", "zero 1", "fsdp")
 
 
-def a_plan(parameters, peak, measured):
+def make_plan(parameters, peak, measured):
     rest = dict.fromkeys((field.name for field in fields(Plan)), 0)
     known = {"parameters": parameters, "peak": peak, "measured_peak_bytes": measured}
     return Plan(**rest | known | {"variants_fit_together": True})
@@ -73,26 +73,26 @@ def make_run(
                     rows[-1] |= {"process_s": taken / 2, "machine_s": taken / (1 - others_work)}
     folder.append_samples(rows)
     folder.add_stage("train", Train([], {}, {}))
-    folder.add_stage("plan", a_plan(7, 1e9 * load, seed))
+    folder.add_stage("plan", make_plan(7, 1e9 * load, seed))
     if finish:
         folder.finish()
     return folder
 
 
-def variants_slower_by(rows, percent):
+def find_variants_slower_by(rows, percent):
     """Return the variants that are slower by more than `percent`, and those that are undecided."""
     slower = [row.variant for row in rows if row.is_slower_by(percent)]
     return slower, [row.variant for row in rows if row.is_slower_by(percent) is None]
 
 
-def verdicts(rows):
+def get_verdicts(rows):
     return {row.variant: row.verdict for row in rows}
 
 
 def test_the_same_code_under_three_times_the_load_is_not_called_different(tmp_path):
     rows = compare_runs(make_run(tmp_path / "a"), make_run(tmp_path / "b", load=3.0, seed=1))
-    assert not set(verdicts(rows).values()) & {*DIFFERENT}
-    assert variants_slower_by(rows, 0.0) == ([], [row.variant for row in rows])
+    assert not set(get_verdicts(rows).values()) & {*DIFFERENT}
+    assert find_variants_slower_by(rows, 0.0) == ([], [row.variant for row in rows])
 
 
 def test_the_peer_is_the_measure_and_has_no_row(tmp_path):
@@ -106,12 +106,12 @@ def test_a_difference_beyond_the_noise_is_found_in_the_variant_that_has_it(
 ):
     before, after = make_run(tmp_path / "a"), make_run(tmp_path / "b", scale=scale, seed=1)
     rows = compare_runs(before, after)
-    by_variant = verdicts(rows)
+    by_variant = get_verdicts(rows)
     assert by_variant.pop("ddp flat") == verdict
     assert not set(by_variant.values()) & {*DIFFERENT}
     row = next(row for row in rows if row.variant == "ddp flat")
     assert row.low < scale < row.high
-    assert variants_slower_by(rows, 5.0)[0] == (["ddp flat"] if verdict == "slower" else [])
+    assert find_variants_slower_by(rows, 5.0)[0] == (["ddp flat"] if verdict == "slower" else [])
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ NOISES = {
 }
 
 
-def ratios(
+def draw_ratios(
     rounds, random, *, variants=12, scale=1.0, noise=0.08, lasts=0.3, tail=0, spikes=0.0, apart=0.0
 ):
     """Return logs of ratios of some variants; each round is correlated with the one before."""
@@ -179,13 +179,13 @@ def ratios(
     return {str(i): (row, 0) for i, row in enumerate(logs)}
 
 
-def pairs(count, rounds, **noise):
+def iter_pairs(count, rounds, **noise):
     random = np.random.default_rng(rounds)
     for _ in range(count):
-        yield compare_ratios(*(ratios(rounds, random, **noise) for _ in range(2)))
+        yield compare_ratios(*(draw_ratios(rounds, random, **noise) for _ in range(2)))
 
 
-def fraction_called_different(rows_of_pairs):
+def compute_fraction_called_different(rows_of_pairs):
     """Return the fraction of comparisons in which any variant is called slower or faster."""
     different = [any(row.verdict in DIFFERENT for row in rows) for rows in rows_of_pairs]
     return sum(different) / len(different)
@@ -193,31 +193,33 @@ def fraction_called_different(rows_of_pairs):
 
 @pytest.mark.parametrize(("rounds", "noise"), [(20, "heavy and lasting"), (60, "lasting")])
 def test_equal_code_is_rarely_called_different(rounds, noise):
-    assert fraction_called_different(pairs(10, rounds, **NOISES[noise])) <= 0.1
+    assert compute_fraction_called_different(iter_pairs(10, rounds, **NOISES[noise])) <= 0.1
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("rounds", [15, 20, 60, 400])
 def test_of_a_hundred_pairs_of_the_same_code_ninety_five_cannot_be_told_apart(rounds, noise):
-    assert fraction_called_different(pairs(100, rounds, **NOISES[noise])) <= 0.05
+    assert compute_fraction_called_different(iter_pairs(100, rounds, **NOISES[noise])) <= 0.05
 
 
-def verdicts_at(rounds, scale, *, count, **noise):
+def iter_verdicts_at(rounds, scale, *, count, **noise):
     """Yield verdicts on one variant among twelve whose time is multiplied by `scale`."""
     random = np.random.default_rng(rounds)
     for _ in range(count):
-        sides = [ratios(rounds, random, variants=1, scale=s, **noise)["0"] for s in (1.0, scale)]
+        sides = [
+            draw_ratios(rounds, random, variants=1, scale=s, **noise)["0"] for s in (1.0, scale)
+        ]
         yield compare._compare("0", *sides, 0.05, 12, random).verdict
 
 
 @pytest.mark.parametrize(("scale", "verdict"), [(1.05, "slower"), (1 / 1.05, "faster")])
 def test_a_true_difference_of_the_margin_is_found_with_enough_rounds(scale, verdict):
-    assert [*verdicts_at(1000, scale, count=5)] == [verdict] * 5
+    assert [*iter_verdicts_at(1000, scale, count=5)] == [verdict] * 5
 
 
 def test_equal_code_is_called_the_same_with_enough_rounds():
-    assert [*verdicts_at(1000, 1.0, count=5)] == ["same"] * 5
+    assert [*iter_verdicts_at(1000, 1.0, count=5)] == ["same"] * 5
 
 
 @pytest.mark.exhaustive
@@ -226,7 +228,7 @@ def test_equal_code_is_called_the_same_with_enough_rounds():
     ("scale", "verdict"), [(1.05, "slower"), (1 / 1.05, "faster"), (1.0, "same")]
 )
 def test_of_a_hundred_comparisons_with_enough_rounds_ninety_are_right(noise, scale, verdict):
-    verdicts = [*verdicts_at(2000, scale, count=100, **NOISES[noise])]
+    verdicts = [*iter_verdicts_at(2000, scale, count=100, **NOISES[noise])]
     assert verdicts.count(verdict) >= 90
 
 
@@ -273,7 +275,7 @@ def test_real_runs_of_the_same_code_are_not_told_apart_and_five_percent_is_found
         before, after = recorded if random.random() < 0.5 else recorded[::-1]
         return compare_ratios(stretches(before, rounds), stretches(after, rounds, scale))
 
-    assert fraction_called_different([compared(60) for _ in range(100)]) <= 0.05
+    assert compute_fraction_called_different([compared(60) for _ in range(100)]) <= 0.05
     verdicts_on_slower = [compared(2000, 1.05)[0].verdict for _ in range(100)]
     assert verdicts_on_slower.count("slower") >= 80
 
@@ -282,7 +284,7 @@ def test_rounds_in_which_others_had_the_cores_give_no_verdict(tmp_path):
     rows = compare_runs(
         make_run(tmp_path / "a"), make_run(tmp_path / "b", scale=2.0, queued=0.3, seed=1)
     )
-    assert set(verdicts(rows).values()) == {"cannot tell"}
+    assert set(get_verdicts(rows).values()) == {"cannot tell"}
     assert all("other programs used the cores in 30 of 30 rounds" in str(row) for row in rows)
 
 
@@ -290,7 +292,7 @@ def test_a_rank_that_waits_for_threads_of_its_own_run_is_not_disturbed(tmp_path)
     queued = {"scale": 2.0, "queued": 0.3, "seed": 1, "rounds": 60}
     before = make_run(tmp_path / "a", rounds=60)
     by_fraction = {
-        fraction: verdicts(compare_runs(before, make_run(path, others_work=fraction, **queued)))
+        fraction: get_verdicts(compare_runs(before, make_run(path, others_work=fraction, **queued)))
         for fraction in (0.02, 0.4)
         for path in [tmp_path / str(fraction)]
     }
@@ -351,7 +353,7 @@ def test_runs_that_do_not_compare_are_refused(tmp_path, difference, complaint):
 
 def test_variants_that_ran_one_after_another_have_no_rounds_to_compare(tmp_path):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1)]
-    runs[1].add_stage("plan", replace(a_plan(7, 1e9, 1), variants_fit_together=False))
+    runs[1].add_stage("plan", replace(make_plan(7, 1e9, 1), variants_fit_together=False))
     runs[1].finish()
     with pytest.raises(UsageError, match="one after another, so they have no rounds"):
         compare_runs(*runs)
@@ -409,5 +411,5 @@ def test_a_variant_that_only_some_runs_have_trained_cannot_be_told():
     before, after = ({v: (random.normal(0, 0.01, 300), 0) for v in OURS} for _ in range(2))
     del after["fsdp"]
     rows = compare_ratios(before, after)
-    assert variants_slower_by(rows, 10)[1] == ["fsdp"]
+    assert find_variants_slower_by(rows, 10)[1] == ["fsdp"]
     assert "fsdp  not trained by both runs  cannot tell" in str(rows[-1])

@@ -206,14 +206,14 @@ def test_an_out_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, out):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
-def printed_config(capsys, *arguments):
+def read_printed_config(capsys, *arguments):
     cli.app(["config", *arguments], standalone_mode=False)
     return capsys.readouterr().out
 
 
 def test_the_printed_file_has_every_field_and_describes_the_default_run(tmp_path, capsys):
     path = tmp_path / "run.toml"
-    path.write_text(printed_config(capsys, "--preset", "cpu"))
+    path.write_text(read_printed_config(capsys, "--preset", "cpu"))
     values = read_toml(path)
     stages = values.pop("stages")
     assert resolve(stages, **values) == resolve([], preset="cpu")

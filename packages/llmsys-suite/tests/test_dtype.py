@@ -20,13 +20,13 @@ from llmsys_suite.variants.single import Variant
 from torch import nn
 
 
-def a_run(dtype):
+def make_run(dtype):
     config = RunConfig(size="mini", world=1, context=16, dtype=dtype)
     phase = types.SimpleNamespace(phase=lambda name: torch.profiler.record_function(name))
     return Run(config, 0, 1, torch.device("cpu"), None, phase, None)
 
 
-def dtypes_of_products(run):
+def list_product_dtypes(run):
     seen = []
     variant = Variant(run, run.model)
     for module in variant.decoder.modules():
@@ -38,9 +38,9 @@ def dtypes_of_products(run):
 
 
 def test_products_of_a_run_in_bf16_are_in_bf16_and_all_state_is_float32():
-    exact, loss, dtypes = dtypes_of_products(a_run("fp32"))
+    exact, loss, dtypes = list_product_dtypes(make_run("fp32"))
     assert dtypes == {torch.float32}
-    variant, rounded, dtypes = dtypes_of_products(a_run("bf16"))
+    variant, rounded, dtypes = list_product_dtypes(make_run("bf16"))
     assert dtypes == {torch.bfloat16}
     assert rounded == pytest.approx(loss, rel=1e-3)
     assert rounded != loss
@@ -69,7 +69,7 @@ def test_queries_and_keys_stay_in_bf16_after_their_rotation():
 
 
 def test_checks_in_float32_restore_the_dtype_also_after_an_exception():
-    run = a_run("bf16")
+    run = make_run("bf16")
 
     def fail():
         assert run.compute_dtype == torch.float32
@@ -87,14 +87,14 @@ def test_saved_bytes_are_counted_in_the_dtype_of_the_run(tmp_path):
     text.write_bytes(bytes(range(256)) * 40)
     saved = {}
     for dtype in ("fp32", "bf16"):
-        run = a_run(dtype)
+        run = make_run(dtype)
         run.config = replace(run.config, data=text, steps=1, warmup=0)
         saved[dtype] = evidence.compute_evidence(run)["saved_bytes"]
     assert saved["bf16"] < saved["fp32"]
 
 
 def test_the_held_out_loss_of_scale_is_computed_in_float32(monkeypatch):
-    run = a_run("tf32")
+    run = make_run("tf32")
     run.corpus = Corpus(torch.arange(4000) % 256, torch.arange(20_000) % 256)
     precisions = []
 
@@ -114,18 +114,18 @@ def test_the_held_out_loss_of_scale_is_computed_in_float32(monkeypatch):
     assert precisions == [("fp32", "highest")]
 
 
-def rounded_to_tf32(x):
+def round_to_tf32(x):
     """Return x with the 11 significant bits of tf32; the gradient passes unchanged."""
     mantissa, exponent = torch.frexp(x.detach())
     rounded = torch.ldexp((mantissa * 2**11).round() / 2**11, exponent)
     return x + (rounded - x.detach())
 
 
-def tf32_attention(q, k, v, *, is_causal):
-    q, k, v = map(rounded_to_tf32, (q, k, v))
+def compute_tf32_attention(q, k, v, *, is_causal):
+    q, k, v = map(round_to_tf32, (q, k, v))
     scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
     future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
-    return rounded_to_tf32(scores.masked_fill(future, float("-inf")).softmax(-1)) @ v
+    return round_to_tf32(scores.masked_fill(future, float("-inf")).softmax(-1)) @ v
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,11 @@ def tf32_attention(q, k, v, *, is_causal):
 def test_the_audit_of_attention_allows_the_rounding_of_tf32_in_tf32_only(
     monkeypatch, dtype, factor, passes
 ):
-    run = a_run(dtype)
+    run = make_run(dtype)
     kernels = {
-        "SDPA": lambda q, k, v, *, is_causal: factor * tf32_attention(q, k, v, is_causal=is_causal)
+        "SDPA": lambda q, k, v, *, is_causal: (
+            factor * compute_tf32_attention(q, k, v, is_causal=is_causal)
+        )
     }
     monkeypatch.setattr(attention, "KERNELS", kernels)
     monkeypatch.setattr(attention_checks, "KERNELS", kernels)

@@ -15,7 +15,7 @@ RATES = FOLDER / "learning_rate.py"
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path != RATES)
 
 
-def last_losses(*scripts: str) -> list[float]:
+def read_last_losses(*scripts: str) -> list[float]:
     losses = []
     for script in scripts:
         main = runpy.run_path(script)["main"]
@@ -27,14 +27,14 @@ def last_losses(*scripts: str) -> list[float]:
 @pytest.fixture(scope="module")
 def alone() -> float:
     """Return the loss of one process, from the simplest script."""
-    ((loss,),) = run_ranks(last_losses, 1, str(FOLDER / "naive_data_parallel.py"))
+    ((loss,),) = run_ranks(read_last_losses, 1, str(FOLDER / "naive_data_parallel.py"))
     return loss
 
 
 @pytest.fixture(scope="module")
 def on_two_ranks() -> dict[Path, list[float]]:
     """Return the losses of both ranks from each script; the same two processes run them all."""
-    ranks = run_ranks(last_losses, 2, *map(str, EXAMPLES))
+    ranks = run_ranks(read_last_losses, 2, *map(str, EXAMPLES))
     return dict(zip(EXAMPLES, zip(*ranks, strict=True), strict=True))
 
 

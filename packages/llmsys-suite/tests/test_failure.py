@@ -246,14 +246,14 @@ def test_interrupt_of_a_run_from_python_is_not_a_failure_of_the_run(tmp_path, mo
         start.run(RunConfig(out=tmp_path / "run"))
 
 
-def long_training(out):
+def start_long_training(out):
     """Return a run of `train` that takes longer than any test."""
     return RunConfig(
         stages=("plan", "train"), size="mini", rows=2, context=16, steps=10**6, out=out
     )
 
 
-def when_measured(out, action):
+def call_when_measured(out, action):
     """Start a thread that calls `action` once the run in `out` has measured steps."""
 
     def wait():
@@ -270,8 +270,8 @@ def when_measured(out, action):
 
 def test_deleted_folder_ends_every_rank(tmp_path):
     out = tmp_path / "run"
-    times = when_measured(out, lambda: shutil.rmtree(out))
-    statuses, messages = launch_ranks(tmp_path, long_training(out))
+    times = call_when_measured(out, lambda: shutil.rmtree(out))
+    statuses, messages = launch_ranks(tmp_path, start_long_training(out))
     assert statuses == [1, 1]
     assert "FileNotFoundError" in messages or "was deleted" in messages
     assert len(times) == 1
@@ -297,7 +297,7 @@ def test_deleted_folder_ends_the_launcher_with_status_1(tmp_path, launcher):
         stderr=subprocess.PIPE,
         text=True,
     )
-    times = when_measured(out, lambda: shutil.rmtree(out))
+    times = call_when_measured(out, lambda: shutil.rmtree(out))
     _, messages = process.communicate(timeout=180)
     assert time.monotonic() - times[0] < SECONDS_TO_END
     assert process.returncode == 1
@@ -312,7 +312,7 @@ def test_full_disk_ends_every_rank(tmp_path):
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("this kernel or its permissions do not allow mounting a tmpfs")
     try:
-        statuses, messages = launch_ranks(tmp_path, long_training(disk / "run"))
+        statuses, messages = launch_ranks(tmp_path, start_long_training(disk / "run"))
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
     assert statuses == [1, 1]

@@ -19,11 +19,11 @@ FLOORS = (
 )  # fmt: skip
 
 
-def floor_of(part):
+def find_floor(part):
     return next(i for i, floor in enumerate(FLOORS) if part in floor)
 
 
-def imported_parts(tree):
+def iter_imported_parts(tree):
     """Yield the subpackages and modules of this package that a module imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "llmsys_suite":
@@ -35,8 +35,8 @@ def imported_parts(tree):
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_module_imports_one_of_a_higher_floor(path):
     top = path.relative_to(ROOT).with_suffix("").parts[0]
-    parts = imported_parts(ast.parse(path.read_text()))
-    assert [part for part in parts if floor_of(part) > floor_of(top)] == []
+    parts = iter_imported_parts(ast.parse(path.read_text()))
+    assert [part for part in parts if find_floor(part) > find_floor(top)] == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "stages").glob("*.py")), ids=lambda p: p.stem)

@@ -20,7 +20,7 @@ from worker_pool import run_ranks
 STEPS = 5
 
 
-def distances(seeds):
+def measure_distances(seeds):
     """Return the largest distances over seeds: gradients, losses, and weight changes by Adam."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     worker.TIMEOUT = timedelta(minutes=5)
@@ -52,11 +52,11 @@ def distances(seeds):
             largest["loss"] = max(
                 largest["loss"], abs(float(model.compute_loss(*batch)) / exact - 1)
             )
-        largest["moved"] = max(largest["moved"], moved(run))
+        largest["moved"] = max(largest["moved"], measure_weight_changes(run))
     return largest
 
 
-def moved(run):
+def measure_weight_changes(run):
     """Return the distance of the weight changes by Adam on two ranks from those on one."""
     start = probe.draw_initial_weights(run)
     ends = []
@@ -75,7 +75,7 @@ def moved(run):
 
 
 def assert_between(seeds):
-    for largest in run_ranks(distances, 2, seeds, backend="", timeout=60 + 20 * len(seeds)):
+    for largest in run_ranks(measure_distances, 2, seeds, backend="", timeout=60 + 20 * len(seeds)):
         assert tolerances.GRADIENT / 50 < largest["gradient"] < tolerances.GRADIENT / 2
         assert tolerances.REPLAYED_LOSS / 100 < largest["loss"] < tolerances.REPLAYED_LOSS / 2
         assert largest["moved"] < tolerances.WEIGHT_CHANGE * STEPS**0.5 / 2

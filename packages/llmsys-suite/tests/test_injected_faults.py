@@ -20,7 +20,7 @@ from llmsys_suite.model import ModelConfig
 from llmsys_suite.report.unaudited import UNAUDITED
 from llmsys_suite.text.data import Corpus
 from llmsys_suite.variants import VARIANTS
-from mutate import QUICK, inject, table
+from mutate import QUICK, format_table, inject
 from reported_figures import LABELED
 
 
@@ -60,10 +60,10 @@ def test_a_fault_that_does_not_exist_is_a_usage_error():
 def test_nineteen_of_twenty_injected_faults_are_found():
     outcomes = inject()
     detected = sum(bool(outcome.failed_checks) for outcome in outcomes)
-    assert detected >= 0.95 * len(outcomes), table(outcomes)
+    assert detected >= 0.95 * len(outcomes), format_table(outcomes)
 
 
-def dry_run():
+def make_dry_run():
     """Return a run whose attributes the faults read when they are made."""
     text = torch.zeros(64, dtype=torch.uint8)
     config = RunConfig(size="mini", context=64)
@@ -74,7 +74,7 @@ def dry_run():
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.label)
 def test_each_fault_patches_code_that_exists(fault):
     assert {*fault.variants} <= {*VARIANTS}
-    patches = fault.make(dry_run())
+    patches = fault.make(make_dry_run())
     patches = patches if isinstance(patches, list) else [patches]
     assert patches
     with ExitStack() as stack:

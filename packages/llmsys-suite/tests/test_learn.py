@@ -68,7 +68,7 @@ def make_run(out, resume, learn_rows=ROWS, options=None):
     return run
 
 
-def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=None):
+def run_learn(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=None):
     """Return all losses and the number of steps; the last rank gets SIGTERM in step `stop_at`."""
     run = make_run(out, resume, learn_rows, options)
     rank, world = run.rank, run.world
@@ -92,12 +92,12 @@ def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=No
     return result and result.losses, len(steps)
 
 
-def whole_stopped_and_continued(folder, variant, options):
+def train_whole_stopped_and_continued(folder, variant, options):
     """Train without a stop, until a SIGTERM, and from the checkpoint, on the same ranks."""
-    outcomes = [learned(f"{folder}/whole", variant, options=options)]
-    outcomes.append(learned(f"{folder}/part", variant, 5, options=options))
+    outcomes = [run_learn(f"{folder}/whole", variant, options=options)]
+    outcomes.append(run_learn(f"{folder}/part", variant, 5, options=options))
     resume = f"{folder}/part/{training_state.CHECKPOINT}"
-    return [*outcomes, learned(f"{folder}/on2", variant, resume=resume, options=options)]
+    return [*outcomes, run_learn(f"{folder}/on2", variant, resume=resume, options=options)]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def whole_stopped_and_continued(folder, variant, options):
 def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant, worlds):
     clip = {"clip": 0.5}
     first, second = run_on_shared_ranks(
-        whole_stopped_and_continued, 2, str(tmp_path), variant, clip
+        train_whole_stopped_and_continued, 2, str(tmp_path), variant, clip
     )
     (whole, _), stopped, continued = first
     assert len(whole) == STEPS
@@ -122,14 +122,14 @@ def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant
     resume = str(tmp_path / "part" / training_state.CHECKPOINT)
     for world in worlds:
         (losses, steps), *_ = run_on_shared_ranks(
-            learned, world, str(tmp_path / f"new{world}"), variant, None, resume, ROWS, clip
+            run_learn, world, str(tmp_path / f"new{world}"), variant, None, resume, ROWS, clip
         )
         assert steps == STEPS - 5
         # Another number of ranks adds the losses in another order.
         assert losses == (whole if world == 2 else pytest.approx(whole, rel=1e-5))
 
 
-def failed_checks_of_continued(resume, forgotten):
+def list_failed_checks_of_continued(resume, forgotten):
     """Return the failed checks of a run that resumes with the moment `forgotten` set to zero."""
 
     def restore(_, model, optimizer):
@@ -147,26 +147,26 @@ def failed_checks_of_continued(resume, forgotten):
     ]
 
 
-def continued_without_moments(folder):
-    assert learned(f"{folder}/part", "ddp flat", 5) == ("stopped", 5)
+def continue_without_moments(folder):
+    assert run_learn(f"{folder}/part", "ddp flat", 5) == ("stopped", 5)
     resume = f"{folder}/part/{training_state.CHECKPOINT}"
-    return [failed_checks_of_continued(resume, key) for key in (None, "exp_avg", "exp_avg_sq")]
+    return [list_failed_checks_of_continued(resume, key) for key in (None, "exp_avg", "exp_avg_sq")]
 
 
 def test_a_training_that_continues_without_a_moment_of_its_checkpoint_fails(tmp_path):
     second = ["second loss after the checkpoint"]
-    failed = run_on_shared_ranks(continued_without_moments, 1, str(tmp_path))
+    failed = run_on_shared_ranks(continue_without_moments, 1, str(tmp_path))
     assert failed == [[[], second, second]]
 
 
-def whole_and_loaded(folder):
-    whole, _ = learned(f"{folder}/whole", "fsdp")
+def train_whole_and_loaded(folder):
+    whole, _ = run_learn(f"{folder}/whole", "fsdp")
     resume = f"{folder}/whole/{training_state.CHECKPOINT}"
-    return whole, learned(f"{folder}/new", "fsdp", resume=resume)
+    return whole, run_learn(f"{folder}/new", "fsdp", resume=resume)
 
 
 def test_a_training_that_has_ended_is_loaded_and_saved_in_the_new_folder(tmp_path):
-    ((whole, loaded),) = run_on_shared_ranks(whole_and_loaded, 1, str(tmp_path))
+    ((whole, loaded),) = run_on_shared_ranks(train_whole_and_loaded, 1, str(tmp_path))
     assert loaded == (whole, 0)
     checkpoint = training_state.CHECKPOINT
     first, second = (
@@ -176,7 +176,7 @@ def test_a_training_that_has_ended_is_loaded_and_saved_in_the_new_folder(tmp_pat
         assert all(torch.equal(tensor, second[kind][name]) for name, tensor in tensors.items())
 
 
-def failed_checks_of_the_last_checkpoint(folder):
+def list_failed_checks_of_last_checkpoint(folder):
     """Return the failed checks of a training, then of checkpoints without an entry or cut short."""
     run = make_run(f"{folder}/run", None)
     with mock.patch.object(evaluation, "WRITTEN_TOKENS", 4):
@@ -198,7 +198,7 @@ def failed_checks_of_the_last_checkpoint(folder):
 
 
 def test_a_checkpoint_without_a_weight_or_its_moments_fails(tmp_path):
-    failed = run_on_shared_ranks(failed_checks_of_the_last_checkpoint, 1, str(tmp_path))
+    failed = run_on_shared_ranks(list_failed_checks_of_last_checkpoint, 1, str(tmp_path))
     entries = [[], ["steps of the optimizer"], ["weights of the model file"]]
     assert failed == [[*entries, ["what the audit reads"]]]
 
@@ -225,34 +225,36 @@ GRIDS = [
 @pytest.mark.parametrize(("world", "options"), GRIDS)
 def test_a_split_model_learns_and_goes_on_as_one_process_does(tmp_path, world, options):
     clip = {"clip": options.get("clip")}
-    (whole, _), *_ = run_ranks(learned, 1, str(tmp_path / "whole"), "fsdp", None, None, ROWS, clip)
+    (whole, _), *_ = run_ranks(
+        run_learn, 1, str(tmp_path / "whole"), "fsdp", None, None, ROWS, clip
+    )
     stopped = run_ranks(
-        learned, world, str(tmp_path / "part"), "fsdp", 5, None, ROWS, options, timeout=400
+        run_learn, world, str(tmp_path / "part"), "fsdp", 5, None, ROWS, options, timeout=400
     )
     assert stopped == [("stopped", 5)] * world
     resume = str(tmp_path / "part" / training_state.CHECKPOINT)
     # On the same grid, and on one process: the checkpoint has the whole model.
     for number, grid in ((world, options), (1, clip)):
         (losses, steps), *_ = run_ranks(
-            learned, number, str(tmp_path / f"on{number}"), "fsdp", None, resume, ROWS, grid
+            run_learn, number, str(tmp_path / f"on{number}"), "fsdp", None, resume, ROWS, grid
         )
         assert steps == STEPS - 5
         assert losses == pytest.approx(whole, rel=1e-5)
 
 
-def refused(folder):
-    learned(f"{folder}/part", "ddp flat", 3)
+def refuse_other_rows(folder):
+    run_learn(f"{folder}/part", "ddp flat", 3)
     resume = f"{folder}/part/{training_state.CHECKPOINT}"
     with pytest.raises(UsageError, match="has rows 4, got 8; set the same rows"):
-        learned(f"{folder}/other", "ddp flat", None, resume, 8)
+        run_learn(f"{folder}/other", "ddp flat", None, resume, 8)
 
 
 def test_the_stage_refuses_rows_that_contradict_the_checkpoint(tmp_path):
-    run_on_shared_ranks(refused, 1, str(tmp_path))
+    run_on_shared_ranks(refuse_other_rows, 1, str(tmp_path))
 
 
 def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path):
-    run_on_shared_ranks(learned, 1, str(tmp_path / "part"), "ddp flat", 3)
+    run_on_shared_ranks(run_learn, 1, str(tmp_path / "part"), "ddp flat", 3)
     checkpoint, out = tmp_path / "part" / training_state.CHECKPOINT, tmp_path / "new"
     config = RunConfig(
         stages=("plan", "train", "learn", "report"),

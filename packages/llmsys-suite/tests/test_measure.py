@@ -53,7 +53,7 @@ class Idle(Variant):
             pass
 
 
-def processor_seconds(folder):
+def measure_processor_seconds(folder):
     """Return the median seconds of recording a step (clocks, digests, samples) and of a step."""
     rank, world = dist.get_rank(), dist.get_world_size()
     cpu = torch.device("cpu")
@@ -86,7 +86,7 @@ def processor_seconds(folder):
 
 @pytest.mark.timing
 def test_measuring_takes_at_most_a_hundredth_of_a_step(tmp_path):
-    for overhead, trained in run_ranks(processor_seconds, 2, str(tmp_path / "run")):
+    for overhead, trained in run_ranks(measure_processor_seconds, 2, str(tmp_path / "run")):
         assert_at_most("suite: measuring over a step", 0.01, overhead / trained)
     phases = {"step", "forward", "backward", "communication", "optimizer"}
     assert {sample["phase"] for sample in RunFolder(tmp_path / "run").samples()} == phases
@@ -103,7 +103,7 @@ def test_without_the_counter_of_waits_a_step_needs_its_wall_time(monkeypatch):
     assert compute_needed_seconds({"seconds": 2.0, CORE_WAIT: 0.5}) == 1.5
 
 
-def received_by_a_late_rank(folder, variant):
+def count_bytes_of_late_rank(folder, variant):
     """Return the bytes of the model, and the bytes that each rank counts; rank 0 starts late."""
     rank, world = dist.get_rank(), dist.get_world_size()
     cpu = torch.device("cpu")
@@ -138,7 +138,7 @@ def received_by_a_late_rank(folder, variant):
 @pytest.mark.skipif(not network.is_available(), reason="this kernel's sockets do not count")
 @pytest.mark.parametrize("variant", ["ddp bucketed", "parameter server"])
 def test_a_rank_that_is_late_to_its_counter_counts_all_that_it_is_sent(tmp_path, variant):
-    ranks = run_on_shared_ranks(received_by_a_late_rank, 2, str(tmp_path / "run"), variant)
+    ranks = run_on_shared_ranks(count_bytes_of_late_rank, 2, str(tmp_path / "run"), variant)
     (size, trained), _ = ranks
     assert len(trained) == 2
     for received in trained:

@@ -13,7 +13,7 @@ from llmsys_suite.variants.initial_weights import build_seeded_model, draw
 CONFIG = ModelConfig(d_model=24, d_ff=40, num_layers=2, num_heads=3, vocabulary=11, context=9)
 
 
-def reference_logits(model, tokens):
+def compute_reference_logits(model, tokens):
     """Compute the logits one token and one head at a time, in float64."""
     weights = {name: w.double() for name, w in model.state_dict().items()}
     config = model.config
@@ -59,7 +59,7 @@ def test_logits_equal_a_reference_written_token_by_token():
     torch.manual_seed(0)
     model = Decoder(CONFIG, plain_attention)
     tokens = torch.randint(0, 11, (1, 7))
-    expected = reference_logits(model, tokens[0])
+    expected = compute_reference_logits(model, tokens[0])
     torch.testing.assert_close(model(tokens)[0].double(), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -27,7 +27,7 @@ STEPS = 4
 CONFIG = RunConfig(world=2, rows=4, context=16, learning_rate=1e-2)
 
 
-def a_run(config=CONFIG):
+def make_run(config=CONFIG):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cpu = torch.device("cpu")
     return Run(
@@ -50,7 +50,7 @@ def test_groups_of_ranks_are_as_large_as_the_heads_allow():
 def test_reference_loss_takes_the_rows_of_one_rank_at_a_time(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    run, seen = a_run(RunConfig(size="mini", rows=4, context=16)), []
+    run, seen = make_run(RunConfig(size="mini", rows=4, context=16)), []
     original = Decoder.forward
 
     def forward(self, tokens):
@@ -66,8 +66,8 @@ def test_reference_loss_takes_the_rows_of_one_rank_at_a_time(monkeypatch):
     assert seen == [2, 2]
 
 
-def far_from_one_process():
-    run = a_run()
+def measure_distance_from_one_process():
+    run = make_run()
     trained = []
     for layout in build_possible_layouts(SHAPE, run.world, CONFIG.rows).values():
         split = SplitModel(run, SHAPE, layout)
@@ -96,7 +96,7 @@ def far_from_one_process():
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_split_trains_the_weights_of_one_process(world):
-    for distances in run_ranks(far_from_one_process, world):
+    for distances in run_ranks(measure_distance_from_one_process, world):
         # Adam divides rounding by the size of small gradients, which enlarges it.
         assert max(distances) < 1e-3
 
@@ -122,4 +122,4 @@ def test_models_that_cannot_be_split_are_refused(monkeypatch, layout, change, co
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match=complaint):
-        SplitModel(a_run(), replace(SHAPE, **change), layout)
+        SplitModel(make_run(), replace(SHAPE, **change), layout)

@@ -18,7 +18,7 @@ from worker_pool import run_ranks
 SHAPE = ModelConfig(d_model=24, d_ff=40, num_layers=2, num_heads=3, vocabulary=256, context=9)
 
 
-def weights_of(model):
+def copy_weights(model):
     return {name: p.detach().double() for name, p in model.named_parameters()}
 
 
@@ -27,7 +27,7 @@ def test_the_reference_computes_what_the_model_does(seed, vocabulary):
     torch.manual_seed(seed)
     model = Decoder(SHAPE, plain_attention).double()
     tokens, targets = torch.randint(0, vocabulary, (2, 3, 9))
-    loss, gradients = reference.compute_gradients(weights_of(model), tokens, targets, 3)
+    loss, gradients = reference.compute_gradients(copy_weights(model), tokens, targets, 3)
     model.compute_loss(tokens, targets).backward()
     # The model's loss is rounded to float32, and so is its table of rotations.
     assert float(model.compute_loss(tokens, targets).detach()) == pytest.approx(loss, rel=1e-6)
@@ -39,7 +39,7 @@ def test_the_reference_computes_what_the_model_does(seed, vocabulary):
 
 
 def test_rows_taken_a_few_at_a_time_give_the_same_gradients(monkeypatch):
-    weights = weights_of(Decoder(SHAPE))
+    weights = copy_weights(Decoder(SHAPE))
     tokens, targets = torch.randint(0, 256, (2, 4, 9))
     whole = reference.compute_gradients(weights, tokens, targets, 3)
     monkeypatch.setattr(reference, "SCORE_BYTES", 1)
@@ -66,7 +66,7 @@ def test_the_reference_imports_nothing_of_what_it_checks(module, allowed):
 
 
 def test_a_few_rows_at_a_time_are_the_batch(monkeypatch):
-    weights = weights_of(Decoder(SHAPE))
+    weights = copy_weights(Decoder(SHAPE))
     tokens, targets = torch.randint(0, 256, (2, 5, 9))
     whole, expected = plain.backpropagate(weights, tokens, targets, SHAPE.num_heads)
     monkeypatch.setattr(reference, "SCORE_BYTES", 8 * SHAPE.num_heads * 9**2 * 2)
@@ -83,7 +83,7 @@ def test_the_plain_file_is_the_specification_of_the_single_process():
     torch.manual_seed(0)
     model, text = Decoder(SHAPE), read_text().train
     losses = []
-    start = weights_of(model)
+    start = copy_weights(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(5):
         batch = load_corpus().draw_batch(rows=4, context=9, seed=0, step=step)
@@ -98,7 +98,7 @@ def test_the_plain_file_is_the_specification_of_the_single_process():
 
 
 def test_the_plain_gradient_is_the_slope_of_the_plain_loss():
-    weights = weights_of(Decoder(SHAPE))
+    weights = copy_weights(Decoder(SHAPE))
     tokens, targets = torch.randint(0, 256, (2, 4, 9))
     assert plain.check_gradients(weights, tokens, targets, 3) < 1e-5
 
@@ -177,7 +177,7 @@ def test_a_distance_is_never_small_by_accident():
     )
 
 
-def bytes_of_an_all_reduce(count):
+def count_all_reduce_bytes(count):
     tensor = torch.ones(count)
     dist.all_reduce(tensor)
     received = network.Received()
@@ -192,5 +192,5 @@ def bytes_of_an_all_reduce(count):
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_kernel_counts_what_a_ring_brings(world):
     expected = 4 * 300_000 * 2 * (world - 1) / world
-    for received in run_ranks(bytes_of_an_all_reduce, world, 300_000):
+    for received in run_ranks(count_all_reduce_bytes, world, 300_000):
         assert expected <= received <= 1.01 * expected

@@ -67,7 +67,7 @@ MEASURE_LAYOUT = """
 """  # noqa: E501
 
 
-def a_run(path, **config):
+def make_run(path, **config):
     """Return a folder with the results of every stage, without running any."""
     folder = create_folder(RunConfig(out=path, **config), ENVIRONMENT)
     noise, samples = random.Random(0), []
@@ -150,12 +150,12 @@ def a_run(path, **config):
     return folder
 
 
-def the_browser():
+def find_browser():
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     return browser or pytest.skip("no chromium or google-chrome on the path")
 
 
-def looked_at(folder, scratch, widths, dark):
+def measure_layout(folder, scratch, widths, dark):
     """Return the findings of `MEASURE_LAYOUT` at each width, in the light or the dark scheme."""
     page = (folder.path / "report.html").read_text()
     driven = scratch / "driven.html"
@@ -164,8 +164,8 @@ def looked_at(folder, scratch, widths, dark):
     )
     scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
     done = subprocess.run(
-        [the_browser(), "--headless", "--no-sandbox", "--disable-gpu", *scheme, "--hide-scrollbars",
-         f"--user-data-dir={scratch}/profile", f"--window-size={max(widths)},900", "--dump-dom",
+        [find_browser(), "--headless", "--no-sandbox", "--disable-gpu", *scheme,
+         "--hide-scrollbars", f"--user-data-dir={scratch}/profile", f"--window-size={max(widths)},900", "--dump-dom",
          str(driven)], capture_output=True, text=True, timeout=90, check=True,
     )  # fmt: skip
     return json.loads(html.unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout)[1]))
@@ -174,7 +174,7 @@ def looked_at(folder, scratch, widths, dark):
 @pytest.fixture(scope="module")
 def reported(tmp_path_factory):
     """Return a folder with the results of every stage, and the Markdown of its report."""
-    folder = a_run(tmp_path_factory.mktemp("reported") / "run")
+    folder = make_run(tmp_path_factory.mktemp("reported") / "run")
     return folder, write_report(folder)
 
 
@@ -182,7 +182,7 @@ def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(reported, t
     folder, _ = reported
     assert (folder.path / "report.html").stat().st_size <= 1e6
     for widths, dark in (((1280, 390), False), ((390,), True)):
-        layouts = looked_at(folder, tmp_path, widths, dark)
+        layouts = measure_layout(folder, tmp_path, widths, dark)
         for width, layout in zip(widths, layouts, strict=True):
             assert layout["over"] == []
             assert layout["overlaps"] == []
@@ -211,7 +211,7 @@ def test_every_stage_has_a_sentence_and_a_small_table(reported):
 
 def test_sentences_follow_from_their_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "draw_svg", lambda *_, **__: "<svg></svg>")
-    folder = a_run(tmp_path / "run")
+    folder = make_run(tmp_path / "run")
     assert "took the held-out loss from 4.00 to 1.70 nats per byte in 3 steps" in write_report(
         folder
     )
@@ -230,7 +230,7 @@ def test_sentences_follow_from_their_numbers(tmp_path, monkeypatch):
 
 def test_a_predicted_zero_has_no_ratio(tmp_path):
     """One rank sends no gradients, but under torchrun its connection to the store has bytes."""
-    results = a_run(tmp_path / "run").results
+    results = make_run(tmp_path / "run").results
     results["plan"] = replace(results["plan"], ddp_wire_bytes_per_rank=0)
     for row in results["train"].rows:
         row["wire_bytes"] = 50.0
@@ -280,7 +280,7 @@ def test_a_run_without_an_audit_says_so_instead_of_listing_some_unaudited_figure
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(plots, "draw_svg", lambda *_, **__: "<svg></svg>")
-    folder = a_run(tmp_path / "run")
+    folder = make_run(tmp_path / "run")
     summary = folder.summary
     del summary["stages"]["audit"]
     folder.write_json("summary.json", summary)
@@ -413,7 +413,7 @@ def test_a_loss_that_is_not_finite_has_a_sentence():
 
 
 def test_losses_are_per_byte_or_per_token_as_the_tokenizer_decides(reported, tmp_path):
-    bpe = a_run(tmp_path / "pairs", tokenizer="bpe", vocabulary=300)
+    bpe = make_run(tmp_path / "pairs", tokenizer="bpe", vocabulary=300)
     for folder, markdown, unit, other in (
         (*reported, "nats per byte", "nats per token"),
         (bpe, write_report(bpe), "nats per token", "nats per byte"),

@@ -20,7 +20,7 @@ from run_folders import create_folder
 from worker_pool import run_ranks
 
 
-def a_run(folder=None, seconds=2):
+def join_run(folder=None, seconds=2):
     """Join a group whose collectives time out after `seconds`."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     worker.TIMEOUT = timedelta(seconds=seconds)
@@ -46,7 +46,7 @@ def test_no_module_takes_the_place_of_a_public_name():
 
 
 def gather_with_a_slow_rank():
-    run = a_run()
+    run = join_run()
     if run.rank == 0:
         time.sleep(2.5)
     return run.gather(run.rank)
@@ -56,15 +56,15 @@ def test_a_stage_that_one_rank_works_at_may_outlast_the_timeout_of_collectives()
     assert run_ranks(gather_with_a_slow_rank, 2, backend="") == [[0, 1], [0, 1]]
 
 
-def ranks_with_different_texts():
-    run = a_run()
+def read_different_texts():
+    run = join_run()
     worker.require_same_text(run, "the same")
     with pytest.raises(UsageError, match=r"rank 1 on .* reads another text than rank 0 on"):
         worker.require_same_text(run, f"of rank {run.rank}")
 
 
 def test_ranks_that_read_different_texts_are_refused():
-    run_ranks(ranks_with_different_texts, 2, backend="")
+    run_ranks(read_different_texts, 2, backend="")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])

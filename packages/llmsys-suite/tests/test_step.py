@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 MINI = Case(size="mini", context=16, rows=2)
 
 
-def process_output(seconds, rate=1e9):
+def format_process_output(seconds, rate=1e9):
     """Return the output of a process for the seconds of each part of each step."""
     return {
         "seconds": np.asarray(seconds).tolist(),
@@ -37,7 +37,7 @@ def process_output(seconds, rate=1e9):
 def test_ten_steps_after_each_number_of_others_are_what_numpy_makes_of_them():
     seconds = np.random.default_rng(0).uniform(0.01, 0.02, (15, 3))
     for warmup in (0, 1, 2, 5):
-        row = sweep.compute_row(MINI, process_output(seconds), warmup)
+        row = sweep.compute_row(MINI, format_process_output(seconds), warmup)
         counted = seconds[warmup : warmup + 10] * 1e3
         for part, phase in enumerate(("forward", "backward", "optimizer")):
             assert row[f"{phase}_mean_ms"] == pytest.approx(counted[:, part].mean())

@@ -34,7 +34,7 @@ class FakeWandb(types.ModuleType):
         self.rows.append("closed")
 
 
-def a_run(tmp_path, rank=0, **options):
+def make_run(tmp_path, rank=0, **options):
     return types.SimpleNamespace(
         rank=rank,
         out=tmp_path,
@@ -47,11 +47,11 @@ def test_tensorboard_receives_each_value_on_rank_0(tmp_path, monkeypatch):
     module = types.ModuleType("torch.utils.tensorboard")
     module.SummaryWriter = FakeWriter
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    with open_log(a_run(tmp_path, log="tensorboard")) as log:
+    with open_log(make_run(tmp_path, log="tensorboard")) as log:
         log(3, {"loss": 2.5, "learning_rate": 0.1})
     expected = [("folder", str(tmp_path / "tensorboard")), ("loss", 2.5, 3)]
     assert FakeWriter.rows == [*expected, ("learning_rate", 0.1, 3), "closed"]
-    for other in (a_run(tmp_path, log="tensorboard", rank=1), a_run(tmp_path)):
+    for other in (make_run(tmp_path, log="tensorboard", rank=1), make_run(tmp_path)):
         with open_log(other) as log:
             log(0, {"loss": 1.0})
     assert len(FakeWriter.rows) == 4
@@ -60,7 +60,7 @@ def test_tensorboard_receives_each_value_on_rank_0(tmp_path, monkeypatch):
 def test_wandb_receives_the_configuration_and_each_value(tmp_path, monkeypatch):
     wandb = FakeWandb("wandb")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with open_log(a_run(tmp_path, log="wandb")) as log:
+    with open_log(make_run(tmp_path, log="wandb")) as log:
         log(0, {"loss": 2.0})
     assert wandb.options["config"]["size"] == "tiny"
     assert wandb.rows == [({"loss": 2.0}, 0), "closed"]
@@ -75,7 +75,7 @@ def test_a_log_whose_program_is_missing_is_refused_before_the_run(monkeypatch):
 
 
 def test_three_steps_are_written_as_a_trace_of_the_rank(tmp_path):
-    with trace_steps(a_run(tmp_path, rank=1, trace=True)) as recording:
+    with trace_steps(make_run(tmp_path, rank=1, trace=True)) as recording:
         for step in range(8):
             with torch.profiler.record_function(f"step {step} of the test"):
                 torch.ones(4).sum()
@@ -83,5 +83,5 @@ def test_three_steps_are_written_as_a_trace_of_the_rank(tmp_path):
     events = json.loads((tmp_path / "trace-1.json").read_text())["traceEvents"]
     names = {event["name"] for event in events}
     assert sum(f"step {step} of the test" in names for step in range(8)) == TRACED
-    with trace_steps(a_run(tmp_path)) as recording:
+    with trace_steps(make_run(tmp_path)) as recording:
         assert recording is None

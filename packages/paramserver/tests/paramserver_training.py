@@ -15,12 +15,12 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
 
 
-def model(dtype=torch.float64):
+def build_model(dtype=torch.float64):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
 
 
-def batch(step, worker, size=4):
+def draw_batch(step, worker, size=4):
     generator = torch.Generator().manual_seed(1000 * step + worker)
     return (
         torch.randn(size, 5, generator=generator, dtype=torch.float64),
@@ -33,7 +33,7 @@ def train(worker, steps):
     versions = []
     for step in range(steps):
         versions.append(worker.pull())
-        inputs, targets = batch(step, worker.rank)
+        inputs, targets = draw_batch(step, worker.rank)
         F.mse_loss(worker.module(inputs), targets).backward()
         worker.push()
     return versions
@@ -54,10 +54,10 @@ def wait_until_started(folder, worker, count):
 
 def train_alone(steps, workers, optimizer):
     """Return the parameters after the same steps in one process, on the batches of all workers."""
-    module = model()
+    module = build_model()
     opt = optimizer(module.parameters())
     for step in range(steps):
-        batches = [batch(step, worker) for worker in range(workers)]
+        batches = [draw_batch(step, worker) for worker in range(workers)]
         inputs = torch.cat([x for x, _ in batches])
         targets = torch.cat([y for _, y in batches])
         opt.zero_grad()
@@ -72,7 +72,7 @@ def train_to_the_end(worker, steps):
         train(worker, steps)
 
 
-def in_threads(*calls):
+def run_in_threads(*calls):
     """Call functions in threads, and raise the first error."""
     errors = []
 

@@ -48,7 +48,7 @@ class TwoLayers(nn.Module):
         return outputs @ self.transposed if hasattr(self, "transposed") else outputs
 
 
-def loss_of(module, step):
+def compute_loss(module, step):
     generator = torch.Generator().manual_seed(step)
     return module(torch.randn(5, 3, generator=generator)).square().mean()
 
@@ -56,7 +56,7 @@ def loss_of(module, step):
 def train(worker):
     for step in range(4):
         worker.pull()
-        loss_of(worker.module, step).backward()
+        compute_loss(worker.module, step).backward()
         worker.push()
     worker.finish()
     return [tensor.tolist() for tensor in worker.module.state_dict().values()]
@@ -66,7 +66,7 @@ def train_alone(module):
     optimizer = SGD(module.parameters())
     for step in range(4):
         optimizer.zero_grad()
-        loss_of(module, step).backward()
+        compute_loss(module, step).backward()
         optimizer.step()
     return [tensor.tolist() for tensor in module.state_dict().values()]
 

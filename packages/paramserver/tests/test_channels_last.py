@@ -15,13 +15,13 @@ POLICIES = [
 ]
 
 
-def convolutions():
+def build_convolutions():
     torch.manual_seed(0)
     layers = nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3)
     return nn.Sequential(*layers).double()
 
 
-def trained(module, policy, servers, convert_after=False):
+def train_module(module, policy, servers, convert_after=False):
     parameters = dict(module.named_parameters())
     shards = partition(parameters, servers)
     hosts = [Server(parameters, INNER, policy, workers=1, shard=shard) for shard in shards]
@@ -41,12 +41,14 @@ def trained(module, policy, servers, convert_after=False):
 @pytest.mark.parametrize("convert_after", [False, True])
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_channels_last_parameters_train_like_contiguous_ones(policy, convert_after):
-    module = convolutions()
+    module = build_convolutions()
     if not convert_after:
         module.to(memory_format=torch.channels_last)
-    ours = trained(module, policy, 2, convert_after)
+    ours = train_module(module, policy, 2, convert_after)
     assert not ours[0].is_contiguous()
-    for parameter, expected in zip(ours, trained(convolutions(), policy, 2), strict=True):
+    for parameter, expected in zip(
+        ours, train_module(build_convolutions(), policy, 2), strict=True
+    ):
         torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=1e-12)
 
 

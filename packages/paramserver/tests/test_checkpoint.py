@@ -27,7 +27,7 @@ from paramserver import (
 )
 from paramserver.journal.disk_journal import DiskJournal
 from paramserver.local_steps.checkpoint import read_checkpoint, write_checkpoint
-from paramserver_training import batch
+from paramserver_training import draw_batch
 
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 INNER = OptimizerSpec(
@@ -47,7 +47,7 @@ class Killed(BaseException):
     pass
 
 
-def noisy_model():
+def build_noisy_model():
     """Return a module with random numbers, buffers and batch statistics in its steps."""
     torch.manual_seed(0)
     layers = nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.2), nn.Linear(7, 3)
@@ -59,7 +59,7 @@ def train(worker, steps, die_at=None):
         torch.manual_seed(worker.rank)  # the state of the generator is in the checkpoint
     for step in range(worker.position, steps):
         worker.pull()
-        inputs, targets = batch(step, worker.rank)
+        inputs, targets = draw_batch(step, worker.rank)
         F.mse_loss(worker.module(inputs.float()), targets.float()).backward()
         if step == die_at and worker.rank == 0:
             os._exit(3)
@@ -82,7 +82,7 @@ class Fleet:
 
     def start(self):
         torch.manual_seed(99)  # a restarted process has another state than the killed one
-        module = noisy_model()
+        module = build_noisy_model()
         parameters = dict(module.named_parameters())
         self.hosts = []
         for shard in partition(parameters, self.servers):
@@ -98,7 +98,7 @@ class Fleet:
             self.journals.pop().close()
 
 
-def killed_at(worker, when, at):
+def die_at_push(worker, when, at):
     """Let the worker die before or after the commit of push number `at`."""
     push = worker._exchange.session.push
 
@@ -147,7 +147,7 @@ def test_a_job_killed_at_any_push_equals_the_undisturbed_one(
     for at in range(STEPS // policy.interval):
         fleet = Fleet(tmp_path / str(at), policy, servers)
         worker = fleet.start()
-        killed_at(worker, when, at)
+        die_at_push(worker, when, at)
         with pytest.raises(Killed):
             train_to_the_end(worker)
         fleet.kill()
@@ -175,7 +175,7 @@ def test_a_job_of_processes_that_is_killed_and_run_again_equals_the_undisturbed_
     pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     policy = LocalSteps(4, OUTER)
     options = {"workers": 2, "servers": 2, "transport": "zeromq"}
-    start = partial(run, train, noisy_model(), INNER, policy, **options)
+    start = partial(run, train, build_noisy_model(), INNER, policy, **options)
     with pytest.raises(PeerLost, match="worker 0 died with exit code 3"):
         start(args=(STEPS, 6), journal=tmp_path / "killed")
     resumed = start(args=(STEPS,), journal=tmp_path / "killed")
@@ -215,7 +215,7 @@ def test_a_checkpoint_of_another_state_or_policy_is_refused(tmp_path):
     fleet = Fleet(tmp_path, LocalSteps(2, OUTER), 1)
     train(fleet.start(), 2)
     old = (tmp_path / "worker").read_bytes()
-    train(Worker(noisy_model(), fleet.hosts, optimizer=INNER), 8)
+    train(Worker(build_noisy_model(), fleet.hosts, optimizer=INNER), 8)
     fleet.kill()
     (tmp_path / "worker").write_bytes(old)
     with pytest.raises(
@@ -229,10 +229,10 @@ def test_a_checkpoint_of_another_state_or_policy_is_refused(tmp_path):
     faster = OptimizerSpec(partial(torch.optim.AdamW, lr=0.03), INNER.scheduler, max_norm=0.5)
     assert fleet.start().position == 10
     with pytest.raises(ValueError, match=r"options of 0\.weight lr=0\.03.*got one with lr=0\.02"):
-        Worker(noisy_model(), fleet.hosts, optimizer=faster, checkpoint=tmp_path / "worker")
+        Worker(build_noisy_model(), fleet.hosts, optimizer=faster, checkpoint=tmp_path / "worker")
     fleet.kill()
     with pytest.raises(ValueError, match="expected checkpoint=None without LocalSteps"):
-        Worker(noisy_model(), [], checkpoint=tmp_path / "worker")
+        Worker(build_noisy_model(), [], checkpoint=tmp_path / "worker")
 
 
 @pytest.mark.parametrize(

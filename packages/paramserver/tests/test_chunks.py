@@ -67,7 +67,7 @@ def test_lost_and_repeated_chunks_have_no_effect(nbytes, tries):
 def server(monkeypatch):
     """Return a job of 1.1 MB, which is sent in chunks of 16 KiB."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**14)
-    opened = open_server(job(), 0, "tcp://127.0.0.1:*", journal=None)
+    opened = open_server(make_job(), 0, "tcp://127.0.0.1:*", journal=None)
     thread = threading.Thread(target=opened.serve)
     thread.start()
     yield opened
@@ -76,12 +76,12 @@ def server(monkeypatch):
     opened.close()
 
 
-def job():
+def make_job():
     return Job(count, Vector(rows=45_000), UNIT_SGD, Asynchronous(), workers=0, timeout=20.0)
 
 
 def test_push_with_a_lost_chunk_is_applied_once_when_it_is_repeated(server):
-    shard = job().shards()[0]
+    shard = make_job().shards()[0]
     gradient = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
     shard.views(gradient)[0].fill_(-1.0)
     context = zmq.Context()
@@ -126,7 +126,7 @@ def test_push_with_a_lost_chunk_is_applied_once_when_it_is_repeated(server):
     assert len(server._buffers._free) <= 2
     peer.close(linger=0)
     context.term()
-    assert read_final_state(job(), [server.address])[0].version == 1
+    assert read_final_state(make_job(), [server.address])[0].version == 1
 
 
 class SlowLink:
@@ -177,7 +177,7 @@ def test_on_a_slow_link_nothing_is_sent_twice(server, monkeypatch):
     monkeypatch.setattr(zeromq_connection, "_RETRY_SECONDS", 0.3)
     monkeypatch.setattr(zeromq, "_KEEP_ALIVE_SECONDS", 0.1)
     link = SlowLink(int(server.address.rsplit(":", 1)[1]))
-    with join_servers(job(), 0, [link.address]) as worker:
+    with join_servers(make_job(), 0, [link.address]) as worker:
         worker.pull()
         before = link.forwarded
         start = time.monotonic()

@@ -27,22 +27,22 @@ from paramserver import (
 from paramserver import __main__ as command_line
 from paramserver.journal.disk_journal import DiskJournal
 from paramserver.journal.files import JournalError
-from paramserver_training import ADAMW, SGD, assert_equal_parameters, batch, model
+from paramserver_training import ADAMW, SGD, assert_equal_parameters, build_model, draw_batch
 
 
-def no_decay(name, shape):
+def disable_decay(name, shape):
     return {"weight_decay": 0.0} if len(shape) < 2 else {}
 
 
 SCHEDULED = OptimizerSpec(
-    ADAMW, partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=20), no_decay
+    ADAMW, partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=20), disable_decay
 )
 MASTERS = replace(SCHEDULED, master_dtype=torch.float64)
 JOBS = {
-    "adamw with a schedule and groups": Job(print, model(), SCHEDULED, BulkSynchronous()),
-    "master weights": Job(print, model(torch.float32), MASTERS, BulkSynchronous()),
-    "momentum, every gradient": Job(print, model(), SGD, Asynchronous()),
-    "local steps": Job(print, model(), SCHEDULED, LocalSteps(2)),
+    "adamw with a schedule and groups": Job(print, build_model(), SCHEDULED, BulkSynchronous()),
+    "master weights": Job(print, build_model(torch.float32), MASTERS, BulkSynchronous()),
+    "momentum, every gradient": Job(print, build_model(), SGD, Asynchronous()),
+    "local steps": Job(print, build_model(), SCHEDULED, LocalSteps(2)),
 }
 
 
@@ -70,7 +70,7 @@ class Fleet:
         local = job.consistency if isinstance(job.consistency, LocalSteps) else None
         self.workers = []
         for rank in range(2):
-            module = model(next(job.module.parameters()).dtype)
+            module = build_model(next(job.module.parameters()).dtype)
             options = {"local": local}
             if local is not None:
                 options["optimizer"] = job.optimizer
@@ -87,7 +87,7 @@ class Fleet:
                 self.push(worker, step)
 
     def push(self, worker, step):
-        inputs, targets = batch(step, worker.rank)
+        inputs, targets = draw_batch(step, worker.rank)
         dtype = next(worker.module.parameters()).dtype
         F.mse_loss(worker.module(inputs.to(dtype)), targets.to(dtype)).backward()
         worker.push()
@@ -142,7 +142,7 @@ def test_a_job_continues_with_another_number_of_servers(tmp_path, job, before, a
     assert new.servers[0].staleness == same.servers[0].staleness
 
 
-def small_groups(name, shape):
+def choose_group_options(name, shape):
     return {} if len(shape) > 1 else {"lr": 0.3}
 
 
@@ -155,7 +155,7 @@ def test_parameters_of_one_element_and_rates_of_groups_are_converted(tmp_path, s
     torch.manual_seed(0)
     initial = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).double()
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
-    spec = OptimizerSpec(partial(torch.optim.NAdam, lr=0.1), schedule, small_groups)
+    spec = OptimizerSpec(partial(torch.optim.NAdam, lr=0.1), schedule, choose_group_options)
     job = Job(print, initial, spec, BulkSynchronous(), workers=1)
 
     def train(folder, steps, servers):
@@ -186,7 +186,7 @@ def test_parameters_of_one_element_and_rates_of_groups_are_converted(tmp_path, s
 
 
 def test_another_number_of_servers_is_refused_with_the_command_that_converts(tmp_path):
-    job = Job(print, model(), SGD, servers=2)
+    job = Job(print, build_model(), SGD, servers=2)
     for servers in (1, 3):
         folder = tmp_path / str(servers)
         fleet = Fleet(replace(job, servers=servers), folder)
@@ -198,10 +198,10 @@ def test_another_number_of_servers_is_refused_with_the_command_that_converts(tmp
 
 def test_results_that_depend_on_the_number_of_servers_are_not_converted(tmp_path):
     for policy in (LocalSteps(2, fragments=2), LocalSteps(2, compression=Integers(8))):
-        job = Job(print, model(), SGD, policy, servers=2)
+        job = Job(print, build_model(), SGD, policy, servers=2)
         with pytest.raises(ValueError, match="continue with the former number"):
             convert_journal(job, tmp_path, tmp_path / "new")
-    whole_tensors = Job(print, model(), partial(torch.optim.Adafactor, lr=0.05), servers=1)
+    whole_tensors = Job(print, build_model(), partial(torch.optim.Adafactor, lr=0.05), servers=1)
     fleet = Fleet(whole_tensors, tmp_path / "old")
     fleet.train(0, 2)
     fleet.close()
@@ -213,7 +213,7 @@ def test_results_that_depend_on_the_number_of_servers_are_not_converted(tmp_path
 
 
 def test_journals_that_do_not_match_or_are_overwritten_are_refused(tmp_path, capsys, monkeypatch):
-    job = Job(print, model(), SGD, Asynchronous(), servers=2)
+    job = Job(print, build_model(), SGD, Asynchronous(), servers=2)
     fleet = Fleet(job, tmp_path / "old")
     fleet.train(0, 1)
     shutil.copytree(tmp_path / "old", tmp_path / "mixed")
@@ -230,7 +230,7 @@ def test_journals_that_do_not_match_or_are_overwritten_are_refused(tmp_path, cap
     assert "which exists" in capsys.readouterr().err
 
 
-def files_of(folder):
+def read_files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -238,12 +238,12 @@ def files_of(folder):
     ("number", "steps"), [(0, 4), pytest.param(1, 4, marks=pytest.mark.exhaustive), (2, 4), (2, 1)]
 )
 def test_servers_are_not_touched_if_one_has_lost_its_journal(tmp_path, number, steps):
-    job = Job(print, model(), SGD, Asynchronous(), servers=3)
+    job = Job(print, build_model(), SGD, Asynchronous(), servers=3)
     fleet = Fleet(job, tmp_path / "state")
     fleet.train(0, steps)
     fleet.close()
     shutil.rmtree(tmp_path / "state" / f"server-{number}")  # not visible to the other servers
-    before = files_of(tmp_path / "state")
+    before = read_files(tmp_path / "state")
     with pytest.raises(RuntimeError, match=r"(a journal was lost|its journal was restored)"):
         Fleet(job, tmp_path / "state")
-    assert {path: files_of(tmp_path / "state")[path] for path in before} == before
+    assert {path: read_files(tmp_path / "state")[path] for path in before} == before

@@ -26,7 +26,7 @@ from paramserver import (
 )
 from paramserver.journal.disk_journal import DiskJournal
 from paramserver.running.launch import PRELOADED
-from paramserver_training import ADAMW, batch, model
+from paramserver_training import ADAMW, build_model, draw_batch
 
 SPEC = OptimizerSpec(ADAMW, partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9))
 STEPS = 4
@@ -102,7 +102,7 @@ def set_gradients(worker, step, policy):
         for parameter in worker.module.parameters():
             parameter.grad = torch.full_like(parameter, -0.5 * (step + 1) * (worker.rank + 1))
         return
-    inputs, targets = batch(step, worker.rank)
+    inputs, targets = draw_batch(step, worker.rank)
     F.mse_loss(worker.module(inputs), targets).backward()
 
 
@@ -115,7 +115,7 @@ def train(folder, policy, servers):
     count = 1 if isinstance(policy, Asynchronous) else 2
     is_stale = isinstance(policy, StaleSynchronous)
     spec = ADD if is_stale else SPEC
-    parameters = dict(model().named_parameters())
+    parameters = dict(build_model().named_parameters())
     hosts, journals = [], []
     for shard in partition(parameters, servers):
         hosts.append(Server(parameters, spec, policy, workers=count, shard=shard, elastic=True))
@@ -126,7 +126,7 @@ def train(folder, policy, servers):
     for rank in range(count):
         if local:
             local["checkpoint"] = folder / f"worker-{rank}"
-        workers.append(Worker(model(), hosts, rank=rank, **local))
+        workers.append(Worker(build_model(), hosts, rank=rank, **local))
     for step in range(min(worker.position for worker in workers), STEPS):
         active = [worker for worker in workers if worker.position == step]
         for worker in active:
@@ -146,7 +146,7 @@ def train(folder, policy, servers):
     return version, trained, [s.total() for s in staleness] if is_stale else staleness
 
 
-def in_a_fork(function, *args):
+def run_in_fork(function, *args):
     """Call `function` in a child process and return the exit status of the child."""
     child = os.fork()
     if not child:
@@ -181,12 +181,12 @@ def kill_at_points(tmp_path, policy, servers, points):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, context, import_module, ("torch._dynamo",)) as clean:
-        assert clean.submit(in_a_fork, count_changes, counted, policy, servers).result() == 0
+        assert clean.submit(run_in_fork, count_changes, counted, policy, servers).result() == 0
         changes = int((counted / "count").read_text())
         assert changes > 100
         for kill_at in points(changes):
             folder = tmp_path / f"killed-{kill_at}"
-            killed = clean.submit(in_a_fork, die_at, kill_at, folder, policy, servers)
+            killed = clean.submit(run_in_fork, die_at, kill_at, folder, policy, servers)
             assert killed.result() == KILLED, kill_at
             resumed = train(folder, policy, servers)
             assert resumed[0] == version, kill_at

@@ -36,7 +36,7 @@ from paramserver.protocol.messages import Kind, Message
 from paramserver.running import launch
 from paramserver.transport.connection import RemoteConnection
 from paramserver.transport.shared_memory import create_channel_pairs
-from paramserver_training import SGD, batch, fail, model, train, wait_until_started
+from paramserver_training import SGD, build_model, draw_batch, fail, train, wait_until_started
 
 UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
 
@@ -44,7 +44,7 @@ UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
 def test_a_dead_worker_is_named():
     start = time.monotonic()
     with pytest.raises(PeerLost, match="worker 1 died with exit code 3"):
-        run(fail, model(), SGD, args=(1, "die"), workers=3, servers=2, timeout=300)
+        run(fail, build_model(), SGD, args=(1, "die"), workers=3, servers=2, timeout=300)
     assert time.monotonic() - start < 200  # much earlier than the timeout
 
 
@@ -64,7 +64,7 @@ def test_a_worker_that_exits_is_named_and_disturbs_nobody(transport, how, code):
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     result = run(
         fail,
-        model(),
+        build_model(),
         SGD,
         Asynchronous(),
         args=(1, how),
@@ -82,12 +82,12 @@ def test_a_worker_that_exits_is_named_and_disturbs_nobody(transport, how, code):
 @pytest.mark.parametrize("how", ["exit 0", pytest.param("exit 4", marks=pytest.mark.exhaustive)])
 def test_a_worker_that_exits_ends_the_run_and_not_its_caller(how):
     with pytest.raises(PeerLost, match=f"worker 0 died with exit code {how[5:]}"):
-        run(fail, model(), SGD, args=(0, how), workers=2)
+        run(fail, build_model(), SGD, args=(0, how), workers=2)
 
 
 def test_exception_of_training_is_raised_unchanged():
     with pytest.raises(ZeroDivisionError, match="seven") as caught:
-        run(fail, model(), SGD, args=(0, "raise"), workers=2)
+        run(fail, build_model(), SGD, args=(0, "raise"), workers=2)
     assert "raised in worker 0" in "".join(caught.value.__notes__)
 
 
@@ -96,7 +96,7 @@ def test_a_hanging_worker_is_named_after_the_timeout(tmp_path, monkeypatch):
     with pytest.raises(
         TimeoutError, match=r"waited at clock 3 for worker 1 at clock 2, silent for 1 s"
     ):
-        run(hang, model(), SGD, args=(1, tmp_path), workers=2, timeout=1.0)
+        run(hang, build_model(), SGD, args=(1, tmp_path), workers=2, timeout=1.0)
 
 
 def hang(worker, rank, folder):
@@ -123,7 +123,7 @@ def test_other_workers_may_train_longer_than_the_timeout_after_a_loss(tmp_path, 
     monkeypatch.setattr(launch, "GRACE_SECONDS", 0.0)
     result = run(
         lose_a_worker_and_continue,
-        model(),
+        build_model(),
         SGD,
         Asynchronous(),
         args=(1.2, tmp_path),
@@ -146,7 +146,7 @@ class StopsServing(torch.optim.SGD):
 def test_a_dead_server_is_named():
     optimizer = partial(StopsServing, lr=0.1)
     with pytest.raises(PeerLost, match="server 0 died with exit code 5"):
-        run(train, model(), optimizer, args=(3,), workers=2, timeout=20.0)
+        run(train, build_model(), optimizer, args=(3,), workers=2, timeout=20.0)
 
 
 class Raises(torch.optim.SGD):
@@ -158,7 +158,7 @@ class Raises(torch.optim.SGD):
 
 def test_an_error_of_the_optimizer_reaches_the_workers():
     with pytest.raises(RuntimeError, match="server 0: KeyError: 'moment'"):
-        run(train, model(), partial(Raises, lr=0.1), args=(3,), workers=2, timeout=20.0)
+        run(train, build_model(), partial(Raises, lr=0.1), args=(3,), workers=2, timeout=20.0)
 
 
 def test_beat_after_a_failure_does_not_end_the_server():
@@ -182,7 +182,7 @@ def test_workers_see_a_dead_server():
 
 
 def join_and_fail(how):
-    module = model()
+    module = build_model()
     with join(module, SGD, timeout=5.0) as worker:
         train(worker, 2)
         if dist.get_rank() == 2:
@@ -220,18 +220,18 @@ def test_different_modules_are_refused_before_a_step():
 
 def pair(consistency=None, timeout=0.2, **options):
     server = Server(
-        get_trainable_parameters(model()),
+        get_trainable_parameters(build_model()),
         UNIT_SGD,
         consistency,
         workers=2,
         timeout=timeout,
         **options,
     )
-    return server, [Worker(model(), [server], rank=rank) for rank in range(2)]
+    return server, [Worker(build_model(), [server], rank=rank) for rank in range(2)]
 
 
 def push(worker):
-    inputs, targets = batch(0, worker.rank)
+    inputs, targets = draw_batch(0, worker.rank)
     (worker.module(inputs) - targets).square().mean().backward()
     worker.push()
 
@@ -255,8 +255,8 @@ def test_timeout_of_a_request_that_was_answered_is_not_raised_later(monkeypatch)
 
 
 def test_waiting_workers_do_not_wake_each_other():
-    server = Server(get_trainable_parameters(model()), UNIT_SGD, workers=3)
-    workers = [Worker(model(), [server], rank=rank) for rank in range(3)]
+    server = Server(get_trainable_parameters(build_model()), UNIT_SGD, workers=3)
+    workers = [Worker(build_model(), [server], rank=rank) for rank in range(3)]
     handle, requests = server.core.handle, []
 
     def count(*arguments, **options):
@@ -342,7 +342,7 @@ def test_a_worker_must_pull_before_its_first_push():
     server, workers = pair(Asynchronous())
     workers[0].pull()
     push(workers[0])
-    restarted = Worker(model(), server, rank=0)
+    restarted = Worker(build_model(), server, rank=0)
     with pytest.raises(RuntimeError, match="worker 0 must pull before its first push"):
         push(restarted)
     assert server.version == 1
@@ -355,12 +355,12 @@ def test_a_finished_or_unknown_worker_cannot_take_part():
     with pytest.raises(RuntimeError, match="worker 0 has finished"):
         workers[0].pull()
     with pytest.raises(ValueError, match="worker 2 is unknown; there are 2 workers"):
-        Worker(model(), [server], rank=2)
+        Worker(build_model(), [server], rank=2)
 
 
 def test_two_workers_with_one_number_are_refused():
     server, workers = pair(Asynchronous())
-    twin = Worker(model(), [server], rank=0)
+    twin = Worker(build_model(), [server], rank=0)
     workers[0].pull()
     push(workers[0])
     with pytest.raises(ValueError, match="worker 0 is at clock 0, but the server has 1"):
@@ -368,7 +368,7 @@ def test_two_workers_with_one_number_are_refused():
 
 
 def test_workers_that_train_one_module_are_refused():
-    module = model()
+    module = build_model()
     server = Server(get_trainable_parameters(module), SGD, workers=2)
     first = Worker(module, server, rank=0)
     with pytest.raises(ValueError, match=r"the module of worker 0 for worker 1.*copy\.deepcopy"):
@@ -383,21 +383,21 @@ def test_invalid_arguments_are_refused_with_the_remedy():
         StaleSynchronous(-1)
     for policy in ("asynchronous", LocalSteps):
         with pytest.raises(TypeError, match=r"expected a policy, such as BulkSynchronous\(\), got"):
-            Server(get_trainable_parameters(model()), SGD, policy, workers=1)
+            Server(get_trainable_parameters(build_model()), SGD, policy, workers=1)
     with pytest.raises(ValueError, match="expected workers >= 1, got 0"):
-        Server(get_trainable_parameters(model()), SGD, workers=0)
+        Server(get_trainable_parameters(build_model()), SGD, workers=0)
     for timeout in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="expected timeout in seconds >= 0, got"):
-            Server(get_trainable_parameters(model()), SGD, workers=1, timeout=timeout)
-    server = Server(get_trainable_parameters(model()), SGD, workers=1)
+            Server(get_trainable_parameters(build_model()), SGD, workers=1, timeout=timeout)
+    server = Server(get_trainable_parameters(build_model()), SGD, workers=1)
     with pytest.raises(ValueError, match=r"names, which torch\.compile\(module\) changes"):
-        Worker(torch.compile(model(), backend="eager"), server)
+        Worker(torch.compile(build_model(), backend="eager"), server)
     with pytest.raises(ValueError, match=r"expected transport 'zeromq' .* got 'shared_memory'"):
-        run(train, model(), SGD, restarts=1)
+        run(train, build_model(), SGD, restarts=1)
     with pytest.raises(ValueError, match="expected workers >= 1, got 0"):
-        run(train, model(), SGD, workers=0)
+        run(train, build_model(), SGD, workers=0)
     with pytest.raises(ValueError, match="'shared_memory' or 'zeromq', got 'pigeon'"):
-        run(train, model(), SGD, transport="pigeon")
+        run(train, build_model(), SGD, transport="pigeon")
     with pytest.raises(ValueError, match="expected parameters that require a gradient, got none"):
         run(train, nn.ReLU(), SGD)
 
@@ -420,7 +420,7 @@ def test_invalid_arguments_are_refused_with_the_remedy():
     ],
 )
 def test_argument_of_a_wrong_type_is_named_before_a_process_starts(argument, value, expected):
-    arguments = {"train": train, "module": model(), "optimizer": SGD, argument: value}
+    arguments = {"train": train, "module": build_model(), "optimizer": SGD, argument: value}
     with pytest.raises(TypeError, match=re.escape(f"expected {expected}")):
         run(**arguments)
 
@@ -431,25 +431,31 @@ def test_argument_of_a_wrong_type_is_named_before_a_process_starts(argument, val
         (lambda p: Server(p, SGD, workers=None), "workers to be an integer >= 1, got None"),
         (lambda p: Server(p, SGD, workers=1, timeout=None), "timeout in seconds to be a number"),
         (lambda p: Server(p, None, workers=1), "optimizer to be a function of the parameters"),
-        (lambda p: Worker(model(), Server(p, SGD, workers=1), rank=None), "rank to be an integer"),
+        (
+            lambda p: Worker(build_model(), Server(p, SGD, workers=1), rank=None),
+            "rank to be an integer",
+        ),
         (lambda p: Worker(None, Server(p, SGD, workers=1)), "module to be an nn.Module, got None"),
         (lambda p: partition(p, None), "servers to be an integer >= 1, got None"),
         (lambda _: StaleSynchronous(1.5), r"bound to be an integer >= 0, got 1\.5"),
         (lambda _: LocalSteps(True), "steps to be an integer >= 1, got True"),
         (lambda _: LocalSteps(2, alpha=None), "alpha to be a number, got None"),
         (lambda _: OptimizerSpec(SGD, max_norm="1"), "max_norm to be a number, got '1'"),
-        (lambda _: Job(train, model(), SGD, timeout=None), "timeout in seconds to be a number"),
+        (
+            lambda _: Job(train, build_model(), SGD, timeout=None),
+            "timeout in seconds to be a number",
+        ),
     ],
 )
 def test_constructors_name_an_argument_of_a_wrong_type(call, expected):
     with pytest.raises(TypeError, match=f"expected {expected}"):
-        call(get_trainable_parameters(model()))
+        call(get_trainable_parameters(build_model()))
 
 
 def test_integers_and_numbers_of_other_libraries_are_accepted():
     assert StaleSynchronous(np.int64(2)) == StaleSynchronous(2)
     assert LocalSteps(torch.tensor(4), alpha=torch.tensor(0.5)).interval == 4
     assert OptimizerSpec(SGD, max_norm=torch.tensor(1.0)).max_norm == 1
-    job = Job(train, model(), SGD, workers=np.int64(1), timeout=np.float32(0.5))
+    job = Job(train, build_model(), SGD, workers=np.int64(1), timeout=np.float32(0.5))
     assert type(job.timeout) is float
     assert job.server(job.shards()[0]).core.waits.timeout == 0.5

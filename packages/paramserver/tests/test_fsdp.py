@@ -61,8 +61,8 @@ def test_groups_of_fsdp_exchange_shard_by_shard(monkeypatch):
         inputs, targets = even_batch(step, worker)
         return F.mse_loss(module(inputs), targets)
 
-    monkeypatch.setattr(test_local_steps, "model", even_model)
-    monkeypatch.setattr(test_local_steps, "loss_of_step", loss_of_step)
+    monkeypatch.setattr(test_local_steps, "build_model", even_model)
+    monkeypatch.setattr(test_local_steps, "compute_loss", loss_of_step)
     policy = LocalSteps(4, OUTER)
     expected = test_local_steps.StreamingDiloco(2, policy, 1).train(8)
     for parameters in run_ranks(train_in_shards, 4, policy, 8):

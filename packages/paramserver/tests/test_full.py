@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts im
 
 from paramserver import Asynchronous, Server, Worker, run
 from paramserver.journal.disk_journal import DiskJournal
-from paramserver_training import SGD, model, train
+from paramserver_training import SGD, build_model, train
 from test_journal import state_of
 
 # A separate mount namespace, as root or in a user namespace.
@@ -49,7 +49,7 @@ def shm(folder):
     mount("/dev/shm", "4k")
     Path("/dev/shm/all").write_bytes(bytes(4096))
     for transport in ("shared_memory", "zeromq"):
-        result = run(train, model(), SGD, args=(3,), workers=2, transport=transport)
+        result = run(train, build_model(), SGD, args=(3,), workers=2, transport=transport)
         assert result.versions == [3]
 
 

@@ -14,7 +14,7 @@ from paramserver import Asynchronous, BulkSynchronous, Integers, LocalSteps, Ser
 from paramserver.local_steps.checkpoint import get_random_states, set_random_states
 from paramserver.parameters import get_trainable_parameters
 from paramserver.partition import partition
-from paramserver_training import SGD, assert_equal_parameters, batch, model, train_alone
+from paramserver_training import SGD, assert_equal_parameters, build_model, draw_batch, train_alone
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -36,7 +36,7 @@ def train_there(worker, steps):
     device = next(worker.module.parameters()).device
     for step in range(steps):
         worker.pull()
-        inputs, targets = (tensor.to(device) for tensor in batch(step, worker.rank))
+        inputs, targets = (tensor.to(device) for tensor in draw_batch(step, worker.rank))
         F.mse_loss(worker.module(inputs), targets).backward()
         worker.push()
     return str(device)
@@ -45,7 +45,7 @@ def train_there(worker, steps):
 @no_gpu
 @pytest.mark.gpu
 def test_run_equals_one_process():
-    result = run(train_there, model().cuda(), SGD, args=(5,), workers=2, servers=2)
+    result = run(train_there, build_model().cuda(), SGD, args=(5,), workers=2, servers=2)
     assert all(value.startswith("cuda") for value in result.values)
     assert_equal_parameters(
         {name: p.cpu() for name, p in result.parameters.items()}, train_alone(5, 2, SGD)
@@ -66,13 +66,13 @@ def test_run_equals_one_process():
 )
 def test_every_policy_trains_as_on_the_cpu(policy):
     def trained(where):
-        module = model(torch.float32).to(where)
+        module = build_model(torch.float32).to(where)
         server = Server(get_trainable_parameters(module), SGD, policy, workers=1)
         inner = partial(torch.optim.SGD, lr=0.1) if isinstance(policy, LocalSteps) else None
         with Worker(module, server, optimizer=inner) as worker:
             for step in range(8):
                 worker.pull()
-                inputs, targets = (tensor.float().to(where) for tensor in batch(step, 0))
+                inputs, targets = (tensor.float().to(where) for tensor in draw_batch(step, 0))
                 F.mse_loss(module(inputs), targets).backward()
                 worker.push()
         return {name: p.detach().cpu() for name, p in module.named_parameters()}
@@ -88,7 +88,7 @@ def test_every_policy_trains_as_on_the_cpu(policy):
 @pytest.mark.gpu
 def test_a_checkpoint_restores_the_random_numbers_of_the_gpu(tmp_path):
     policy = LocalSteps(2, SGD)
-    module = model(torch.float32).cuda()
+    module = build_model(torch.float32).cuda()
     server = Server(get_trainable_parameters(module), SGD, policy, workers=1, elastic=True)
 
     def resumed():
@@ -107,7 +107,7 @@ def test_a_checkpoint_restores_the_random_numbers_of_the_gpu(tmp_path):
 @no_gpu
 @pytest.mark.gpu
 def test_gradients_of_another_stream_are_complete_when_they_are_sent():
-    module = model(torch.float32).cuda()
+    module = build_model(torch.float32).cuda()
     parameters = get_trainable_parameters(module)
     servers = [
         Server(parameters, partial(torch.optim.SGD, lr=1.0), workers=1, shard=shard)

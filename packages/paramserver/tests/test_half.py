@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the processes that `run` start
 
 from paramserver import BulkSynchronous, LocalSteps, Server, Worker, partition, run
 from paramserver.compression import Integers
-from paramserver_training import in_threads
+from paramserver_training import run_in_threads
 
 UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
 HALVES = [torch.bfloat16, torch.float16]
@@ -27,23 +27,23 @@ class Table(nn.Module):
         self.x = nn.Parameter(torch.zeros(60, 5, dtype=dtype))
 
 
-def pushed(rank, dtype):
+def draw_push(rank, dtype):
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(60, 5, generator=generator).to(dtype)
 
 
 def push_once(worker):
     worker.pull()
-    worker.module.x.grad = pushed(worker.rank, worker.module.x.dtype)
+    worker.module.x.grad = draw_push(worker.rank, worker.module.x.dtype)
     worker.push()
 
 
-def rounded_once(gradients):
+def step_with_one_rounding(gradients):
     """Return the parameters after one step of SGD from zero: the negated mean, rounded once."""
     return -(sum(g.double() for g in gradients) / len(gradients)).to(gradients[0].dtype)
 
 
-def a_step_in_threads(dtype, policy, push, servers=2):
+def take_step_in_threads(dtype, policy, push, servers=2):
     """Return the flat parameters of the servers after one push per worker."""
     start = dict(Table(dtype).named_parameters())
     shards = partition(start, servers)
@@ -55,7 +55,7 @@ def a_step_in_threads(dtype, policy, push, servers=2):
         push(worker)
         worker.finish()
 
-    in_threads(*(partial(work, worker) for worker in group))
+    run_in_threads(*(partial(work, worker) for worker in group))
     views = [host.shard.views(host.core.replica._buffer) for host in hosts]
     return torch.cat([view.view(-1) for some in views for view in some])
 
@@ -85,7 +85,7 @@ def test_a_mean_is_rounded_once_over_every_transport(policy, transport):
         servers=2,
         transport=transport,
     )
-    expected = rounded_once([pushed(rank, torch.bfloat16) for rank in range(3)])
+    expected = step_with_one_rounding([draw_push(rank, torch.bfloat16) for rank in range(3)])
     assert torch.equal(result.parameters["x"], expected)
 
 
@@ -94,16 +94,16 @@ def test_a_mean_is_rounded_once_over_every_transport(policy, transport):
     "policy", [BulkSynchronous(), LocalSteps(1, UNIT_SGD)], ids=["bulk", "local"]
 )
 def test_a_mean_of_many_is_rounded_once(policy, dtype):
-    stored = a_step_in_threads(dtype, policy, push_once)
-    expected = rounded_once([pushed(rank, dtype) for rank in range(WORKERS)])
+    stored = take_step_in_threads(dtype, policy, push_once)
+    expected = step_with_one_rounding([draw_push(rank, dtype) for rank in range(WORKERS)])
     assert torch.equal(stored, expected.view(-1))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("compression", [Integers(8), Integers(4)], ids=repr)
 def test_mean_of_compressed_changes_is_rounded_once(compression, dtype):
-    stored = a_step_in_threads(dtype, LocalSteps(1, UNIT_SGD, compression), push_once, servers=1)
-    changes = [pushed(rank, dtype).view(-1).float() for rank in range(WORKERS)]
+    stored = take_step_in_threads(dtype, LocalSteps(1, UNIT_SGD, compression), push_once, servers=1)
+    changes = [draw_push(rank, dtype).view(-1).float() for rank in range(WORKERS)]
     received = [
         compression.decode(compression.encode(gradient), len(gradient)) for gradient in changes
     ]

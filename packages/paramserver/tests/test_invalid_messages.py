@@ -38,7 +38,7 @@ from test_zeromq import UNIT_SGD, Vector, count, resident_bytes
 zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
 
 
-def job_of(policy, servers):
+def make_job(policy, servers):
     return Job(count, Vector(2, 40), UNIT_SGD, policy, workers=0, servers=servers, timeout=20.0)
 
 
@@ -85,7 +85,7 @@ def train(job, addresses, rank, steps):
         count(worker, steps, 0.0)
 
 
-def recorded(job, folder):
+def record_messages(job, folder):
     """Return the messages of a run of two workers by server."""
     with Served(job, folder) as served:
         workers = [
@@ -97,16 +97,16 @@ def recorded(job, folder):
             worker.join()
         read_final_state(job, served.addresses)
     by_server = [[frames for n, frames in served.received if n == i] for i in range(job.servers)]
-    assert all({Kind.JOIN, Kind.STAGE} <= kinds(frames) for frames in by_server)
+    assert all({Kind.JOIN, Kind.STAGE} <= list_kinds(frames) for frames in by_server)
     return by_server
 
 
-def kinds(messages):
+def list_kinds(messages):
     heads = [json.loads(head) for _, head, *_ in messages]
     return {head[4] for head in heads if not head[3]}
 
 
-def fingerprint(server, *, waiting=False):
+def compute_fingerprint(server, *, waiting=False):
     """Return the state of a server and its journal, and optionally who was seen and who waits.
 
     A worker whose new request is refused was seen, and does not wait for its previous one any more.
@@ -215,13 +215,13 @@ CHANGES = [
 ]
 
 
-def mixed(chance, head, other):
+def mix_field(chance, head, other):
     """Set a random field to the field of another message."""
     at = chance.randrange(min(len(head), len(other)))
     head[at] = other[at]
 
 
-def mutated_data(chance, frames):
+def mutate_data(chance, frames):
     """Return the data frames of a message, truncated or overwritten, and none to two of them."""
     data = bytearray(frames[2] if len(frames) > 2 and frames[2] else b"x" * 64)
     if chance.random() < 0.5:
@@ -232,7 +232,7 @@ def mutated_data(chance, frames):
     return [bytes(data)] * chance.choice((0, 1, 1, 1, 2))
 
 
-def mutated(chance, frames, others):
+def mutate_message(chance, frames, others):
     """Return a message with one or two random changes."""
     frames = list(frames)
     try:
@@ -242,9 +242,9 @@ def mutated(chance, frames, others):
     for _ in range(chance.choice((1, 1, 2))):
         change = chance.randrange(len(CHANGES) + 2)
         if change == len(CHANGES):
-            mixed(chance, head, json.loads(chance.choice(others)[1]))
+            mix_field(chance, head, json.loads(chance.choice(others)[1]))
         elif change > len(CHANGES):
-            frames[2:] = mutated_data(chance, frames)
+            frames[2:] = mutate_data(chance, frames)
         else:
             CHANGES[change](chance, head)
     frames[1] = json.dumps(head).encode()
@@ -255,7 +255,7 @@ def mutated(chance, frames, others):
     return frames
 
 
-def with_unknown_sender(chance, frames):
+def change_to_unknown_sender(chance, frames):
     """Change the sender to one that knows no session; return False if that has no effect."""
     try:
         head = json.loads(frames[1])
@@ -269,7 +269,7 @@ def with_unknown_sender(chance, frames):
     return head[0] != -1
 
 
-def restarted(job, number, folder):
+def restart_server(job, number, folder):
     """Return the state that another server restores from the journal."""
     server = open_server(job, number, f"ipc://{folder}/r", journal=folder / "state")
     replica = server.core.replica
@@ -287,17 +287,17 @@ def play(job, messages, number, folder, seed, tries):
     for frames in messages[: chance.randrange(len(messages))]:
         player.receive(frames)
     for i in range(tries):
-        frames = mutated(chance, chance.choice(messages), messages)
-        is_unknown = i % 3 == 0 and with_unknown_sender(chance, frames)
-        before = fingerprint(player.server, waiting=is_unknown)
+        frames = mutate_message(chance, chance.choice(messages), messages)
+        is_unknown = i % 3 == 0 and change_to_unknown_sender(chance, frames)
+        before = compute_fingerprint(player.server, waiting=is_unknown)
         player.receive(frames)
         if is_unknown or player.was_refused(frames):
             refused += 1
-            assert fingerprint(player.server, waiting=is_unknown) == before, frames
+            assert compute_fingerprint(player.server, waiting=is_unknown) == before, frames
         assert not player.server.core.failure
     core = player.server.core
     player.close()
-    version, position, parameters, members = restarted(job, number, folder)
+    version, position, parameters, members = restart_server(job, number, folder)
     assert (version, position) == (core.replica.version, core.replica.position)
     assert torch.equal(parameters, core.replica._buffer)
     known = core.ledger.copy()
@@ -313,12 +313,12 @@ POLICIES = [
 ]
 
 
-def fuzz(tmp_path, tries, tries_per_run, server_counts=(1, 2)):
+def run_fuzzer(tmp_path, tries, tries_per_run, server_counts=(1, 2)):
     runs = []
     for i, (policy, servers) in enumerate((p, s) for p in POLICIES for s in server_counts):
         (tmp_path / f"run{i}").mkdir()
-        job = job_of(policy, servers)
-        runs.append((job, recorded(job, tmp_path / f"run{i}")))
+        job = make_job(policy, servers)
+        runs.append((job, record_messages(job, tmp_path / f"run{i}")))
     refused = played = seed = 0
     while played < tries:
         for job, by_server in runs:
@@ -331,12 +331,12 @@ def fuzz(tmp_path, tries, tries_per_run, server_counts=(1, 2)):
 
 
 def test_mutated_messages_change_nothing_unless_they_are_valid(tmp_path):
-    fuzz(tmp_path, 100, 20, server_counts=(1,))
+    run_fuzzer(tmp_path, 100, 20, server_counts=(1,))
 
 
 @pytest.mark.exhaustive
 def test_a_hundred_thousand_mutated_messages(tmp_path):
-    fuzz(tmp_path, 100_000, 50)
+    run_fuzzer(tmp_path, 100_000, 50)
 
 
 @pytest.mark.parametrize(
@@ -348,8 +348,8 @@ def test_a_hundred_thousand_mutated_messages(tmp_path):
     ids=str,
 )
 def test_a_server_does_not_grow_with_mutated_messages(policy, tries, tmp_path):
-    job = job_of(policy, 1)
-    (messages,) = recorded(job, tmp_path)
+    job = make_job(policy, 1)
+    (messages,) = record_messages(job, tmp_path)
     folder = tmp_path / "player"
     folder.mkdir()
     player = Player(job, 0, folder)
@@ -360,9 +360,9 @@ def test_a_server_does_not_grow_with_mutated_messages(policy, tries, tmp_path):
     sizes = []
     for stop in (tries // 4, tries):
         for i in range(sizes[-1][0] if sizes else 0, stop):
-            frames = mutated(chance, chance.choice(messages), messages)
+            frames = mutate_message(chance, chance.choice(messages), messages)
             if i % 3 == 0:
-                with_unknown_sender(chance, frames)
+                change_to_unknown_sender(chance, frames)
             player.receive(frames)
         gc.collect()
         sizes.append((stop, tracemalloc.get_traced_memory()[0], resident_bytes()))
@@ -383,10 +383,10 @@ def test_a_server_does_not_grow_with_mutated_messages(policy, tries, tmp_path):
 @pytest.mark.parametrize("tries", [300, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_a_job_that_runs_while_mutated_messages_arrive_is_not_disturbed(tries, tmp_path):
     """Unknown senders send mutations of messages of an equal job."""
-    job = job_of(Asynchronous(), 1)
+    job = make_job(Asynchronous(), 1)
     for name in ("recorded", "running"):
         (tmp_path / name).mkdir()
-    (messages,) = recorded(job, tmp_path / "recorded")
+    (messages,) = record_messages(job, tmp_path / "recorded")
     with Served(job, tmp_path / "running") as served, zmq.Context() as context:
         sent = threading.Event()
 
@@ -395,8 +395,8 @@ def test_a_job_that_runs_while_mutated_messages_arrive_is_not_disturbed(tries, t
             with context.socket(zmq.DEALER) as unknown:
                 unknown.connect(served.addresses[0])
                 for _ in range(tries):
-                    frames = mutated(chance, chance.choice(messages), messages)
-                    with_unknown_sender(chance, frames)
+                    frames = mutate_message(chance, chance.choice(messages), messages)
+                    change_to_unknown_sender(chance, frames)
                     unknown.send_multipart(frames[1:])
                     while unknown.poll(0):
                         unknown.recv_multipart()
@@ -414,7 +414,7 @@ def test_a_job_that_runs_while_mutated_messages_arrive_is_not_disturbed(tries, t
         members = served.servers[0].core.ledger.members
         assert members.keys() == {0}
         assert members[0].epoch == 1
-    version, _, _, _ = restarted(job, 0, tmp_path / "running")
+    version, _, _, _ = restart_server(job, 0, tmp_path / "running")
     assert version == pushes
 
 
@@ -431,12 +431,12 @@ INVALID = [
 def test_an_invalid_message_in_a_channel_is_answered_or_names_its_sender(raw):
     parameters = dict(nn.Linear(4, 1).named_parameters())
     server = Server(parameters, UNIT_SGD, Asynchronous(), workers=2)
-    before = state_of(server)
+    before = get_state(server)
     ((worker, channel), _) = create_channel_pairs(["worker 0", "worker 1"], "server 0", 128)
     worker._pipe.send_bytes(raw)
     worker._pipe.close()
     answer_requests(server, 0, channel)
-    assert state_of(server) == before
+    assert get_state(server) == before
     assert server.core.failure.startswith("worker 0 is gone at clock 0: worker 0")
     # The last message is valid as a message, so only its answer fails: the channel is closed.
     is_answered = "sent an invalid message" not in server.core.failure
@@ -457,11 +457,11 @@ def test_a_text_of_a_rank_is_limited_before_it_is_received(length):
         channel.receive()
 
 
-def state_of(server):
+def get_state(server):
     return server.core.ledger.to_state(), server.core.replica._buffer.tolist()
 
 
-def invalid_requests(layout, position):
+def iter_invalid_requests(layout, position):
     """Yield requests that no worker of the job sends."""
     log = json.dumps([position, ["leave", 0]])
     for kind in range(30):
@@ -491,7 +491,7 @@ def invalid_requests(layout, position):
 )
 def test_invalid_senders_do_not_disturb_a_running_job(tmp_path, servers, joined):
     """Send invalid requests in the name of others, unjoined or joined as worker 9."""
-    job = job_of(Asynchronous(), servers)
+    job = make_job(Asynchronous(), servers)
     with Served(job, tmp_path) as served:
         context = zmq.Context()
         with join_servers(job, 0, served.addresses) as worker:
@@ -533,7 +533,7 @@ def disturb(context, server, number, *, joined):
         send_request(9, 77, 1, [Kind.JOIN, 0, 77, number, position, 0, -1, -1, layout])
         assert socket.poll(5000)
         assert json.loads(socket.recv_multipart()[0])[3] == Kind.OK
-    requests = [*invalid_requests(layout, server.core.replica.position)]
+    requests = [*iter_invalid_requests(layout, server.core.replica.position)]
     for i, fields in enumerate(requests):
         for rank in (0, 1, 7, 2**31, -2, "0", None):
             if isinstance(fields, dict):

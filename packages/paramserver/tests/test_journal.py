@@ -39,7 +39,7 @@ def _close(count):
         OPEN.pop().close()
 
 
-def server_with(folder, optimizer=torch.optim.Adam, **options):
+def create_server(folder, optimizer=torch.optim.Adam, **options):
     module = nn.Linear(3, 2)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -52,7 +52,7 @@ def server_with(folder, optimizer=torch.optim.Adam, **options):
     return server, journal
 
 
-def steps(server, count, seed=0):
+def run_steps(server, count, seed=0):
     generator = torch.Generator().manual_seed(seed)
     worker = Worker(nn.Linear(3, 2), server)
     for _ in range(count):
@@ -63,22 +63,22 @@ def steps(server, count, seed=0):
     return worker
 
 
-def state_of(server):
+def get_state(server):
     state = server.core.replica.snapshot()
     return state["parameters"].tolist(), state["version"], str(state["optimizer"])
 
 
 @pytest.mark.parametrize("snapshots", [(), (2,), (1, 3)])
 def test_new_server_continues_at_the_end_of_the_journal(tmp_path, snapshots):
-    server, journal = server_with(tmp_path)
+    server, journal = create_server(tmp_path)
     for number in range(5):
-        steps(server, 3, number)
+        run_steps(server, 3, number)
         if number in snapshots:
             journal.snapshot(server.core)
     journal.wait()
-    restarted, _ = server_with(tmp_path)
-    assert state_of(restarted) == state_of(server)
-    assert steps(restarted, 1).pushes == 16
+    restarted, _ = create_server(tmp_path)
+    assert get_state(restarted) == get_state(server)
+    assert run_steps(restarted, 1).pushes == 16
     assert len(list(tmp_path.glob("*-*"))) == (2 if snapshots else 1)
 
 
@@ -106,8 +106,8 @@ def push_often(worker):
 
 @pytest.mark.parametrize("room", [0, 1, 20, 100, 150, 200])
 def test_a_full_disk_is_reported_and_nothing_is_lost_or_doubled(tmp_path, room):
-    server, journal = server_with(tmp_path)
-    worker = steps(server, 2)
+    server, journal = create_server(tmp_path)
+    worker = run_steps(server, 2)
     journal._file = FullDisk(journal._file, room)
     worker.pull() if room > 150 else None
     for parameter in worker.module.parameters():
@@ -115,9 +115,9 @@ def test_a_full_disk_is_reported_and_nothing_is_lost_or_doubled(tmp_path, room):
     with pytest.raises(RuntimeError, match=r"cannot write a journal in .*No space left"):
         push_often(worker)
     journal._file.room = 10**9  # the disk has room
-    worker = steps(server, 1)
+    worker = run_steps(server, 1)
     assert worker.pushes == server.version
-    assert state_of(server_with(tmp_path)[0]) == state_of(server)
+    assert get_state(create_server(tmp_path)[0]) == get_state(server)
 
 
 class Killed(BaseException):
@@ -174,7 +174,7 @@ def train_two_steps(hosts, connection=RepeatingConnection):
             worker.push()
     workers[0].pull()  # all servers apply the last update
     _close(len(OPEN))
-    return [state_of(host) for host in hosts]
+    return [get_state(host) for host in hosts]
 
 
 def train_on_full_disk(started, policy, servers, full_at, monkeypatch, *, is_killed=False):
@@ -207,7 +207,7 @@ def train_on_full_disk(started, policy, servers, full_at, monkeypatch, *, is_kil
     restarted = start_servers(folder, policy, servers)
     if is_killed:
         return train_two_steps(restarted), next(records)
-    assert [state_of(host) for host in restarted] == trained
+    assert [get_state(host) for host in restarted] == trained
     return trained, next(records)
 
 
@@ -271,23 +271,23 @@ class FailingDisk(FullDisk):
 
 
 def test_a_record_never_follows_an_incomplete_one_that_could_not_be_removed(tmp_path):
-    server, journal = server_with(tmp_path)
-    steps(server, 2)
+    server, journal = create_server(tmp_path)
+    run_steps(server, 2)
     journal._file = FailingDisk(journal._file, 40)
     with pytest.raises(RuntimeError, match="cannot write a journal"):
-        steps(server, 1)
+        run_steps(server, 1)
     copy = tmp_path.with_name(f"{tmp_path.name}-killed")
     shutil.copytree(tmp_path, copy)
-    assert server_with(copy)[0].version == 2
+    assert create_server(copy)[0].version == 2
     journal._file.room = 10**9
-    steps(server, 2)
+    run_steps(server, 2)
     assert server.version == 4
-    assert state_of(server_with(tmp_path)[0]) == state_of(server)
+    assert get_state(create_server(tmp_path)[0]) == get_state(server)
 
 
 def test_a_snapshot_removes_what_a_killed_server_has_written_of_an_earlier_one(tmp_path):
-    server, journal = server_with(tmp_path)
-    steps(server, 1)
+    server, journal = create_server(tmp_path)
+    run_steps(server, 1)
     journal.snapshot(server.core)
     journal.wait()
     (tmp_path / "unfinished-00000001").write_bytes(b"the server was killed")
@@ -300,8 +300,8 @@ def test_a_snapshot_removes_what_a_killed_server_has_written_of_an_earlier_one(t
 
 
 def test_failed_snapshot_does_not_change_the_journal(tmp_path, monkeypatch, caplog):
-    server, journal = server_with(tmp_path, snapshot_bytes=1)
-    steps(server, 2)
+    server, journal = create_server(tmp_path, snapshot_bytes=1)
+    run_steps(server, 2)
     assert journal.is_snapshot_due()
 
     def full(*_):
@@ -310,24 +310,24 @@ def test_failed_snapshot_does_not_change_the_journal(tmp_path, monkeypatch, capl
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
         journal.snapshot(server.core)
-        steps(server, 1)  # the server continues
+        run_steps(server, 1)  # the server continues
         journal.wait()
     assert "No space left" in caplog.text
     assert journal.error
-    assert state_of(server_with(tmp_path)[0]) == state_of(server)
+    assert get_state(create_server(tmp_path)[0]) == get_state(server)
     journal.snapshot(server.core)  # the disk has room
-    steps(server, 1)
+    run_steps(server, 1)
     journal.wait()
     assert not journal.error
-    assert state_of(server_with(tmp_path)[0]) == state_of(server)
+    assert get_state(create_server(tmp_path)[0]) == get_state(server)
     assert sorted(p.name.split("-")[0] for p in tmp_path.glob("*-*")) == ["journal", "snapshot"]
 
 
 def test_files_that_a_snapshot_could_not_remove_are_reported_and_removed_later(
     tmp_path, monkeypatch, caplog
 ):
-    server, journal = server_with(tmp_path)
-    steps(server, 1)
+    server, journal = create_server(tmp_path)
+    run_steps(server, 1)
 
     def refused(path, *_, **__):
         raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
@@ -338,7 +338,7 @@ def test_files_that_a_snapshot_could_not_remove_are_reported_and_removed_later(
         journal.wait()
     assert "Operation not permitted" in caplog.text
     assert isinstance(journal.error, PermissionError)
-    assert state_of(server_with(tmp_path)[0]) == state_of(server)
+    assert get_state(create_server(tmp_path)[0]) == get_state(server)
     journal.snapshot(server.core)
     journal.wait()
     assert not journal.error
@@ -349,9 +349,9 @@ def test_files_that_a_snapshot_could_not_remove_are_reported_and_removed_later(
 
 
 def test_a_failed_start_of_a_file_does_not_try_again_before_every_record(tmp_path, monkeypatch):
-    server, journal = server_with(tmp_path, snapshot_bytes=100)
+    server, journal = create_server(tmp_path, snapshot_bytes=100)
     while not journal.is_snapshot_due():
-        steps(server, 1)
+        run_steps(server, 1)
 
     def refused(*_):
         raise OSError(errno.EIO, "Input/output error")
@@ -361,18 +361,18 @@ def test_a_failed_start_of_a_file_does_not_try_again_before_every_record(tmp_pat
         journal.snapshot(server.core)
     assert isinstance(journal.error, OSError)
     assert not journal.is_snapshot_due()
-    assert state_of(server_with(tmp_path)[0]) == state_of(server)
+    assert get_state(create_server(tmp_path)[0]) == get_state(server)
     while not journal.is_snapshot_due():
-        steps(server, 1)
+        run_steps(server, 1)
     journal.snapshot(server.core)
     journal.wait()
     assert not journal.error
-    assert state_of(server_with(tmp_path)[0]) == state_of(server)
+    assert get_state(create_server(tmp_path)[0]) == get_state(server)
 
 
 def test_record_waits_for_a_snapshot_that_fills_the_disk(tmp_path, monkeypatch):
-    server, journal = server_with(tmp_path)
-    steps(server, 2)
+    server, journal = create_server(tmp_path)
+    run_steps(server, 2)
     may_continue = threading.Event()
 
     def fills_the_disk(*_):
@@ -384,14 +384,14 @@ def test_record_waits_for_a_snapshot_that_fills_the_disk(tmp_path, monkeypatch):
     journal.snapshot(server.core)
     disk = journal._file = FullDisk(journal._file, 10)
     threading.Timer(0.2, may_continue.set).start()
-    steps(server, 2)
+    run_steps(server, 2)
     assert journal.error
-    assert state_of(server_with(tmp_path)[0]) == state_of(server)
+    assert get_state(create_server(tmp_path)[0]) == get_state(server)
 
 
 def test_server_may_be_killed_while_a_snapshot_is_written(tmp_path, monkeypatch):
-    server, journal = server_with(tmp_path)
-    steps(server, 2)
+    server, journal = create_server(tmp_path)
+    run_steps(server, 2)
     may_continue, save = threading.Event(), torch.save
 
     def slow(state, file):
@@ -402,17 +402,17 @@ def test_server_may_be_killed_while_a_snapshot_is_written(tmp_path, monkeypatch)
 
     monkeypatch.setattr(torch, "save", slow)
     journal.snapshot(server.core)
-    assert steps(server, 3).pushes == 5  # each is answered before the snapshot is complete
+    assert run_steps(server, 3).pushes == 5  # each is answered before the snapshot is complete
     assert journal.is_writing()
     copy = tmp_path.with_name(f"{tmp_path.name}-killed")
     shutil.copytree(tmp_path, copy)  # the folder after a kill at this moment
-    restarted, _ = server_with(copy)
-    assert state_of(restarted) == state_of(server)
-    steps(restarted, 1)
-    assert state_of(server_with(copy)[0]) == state_of(restarted)
+    restarted, _ = create_server(copy)
+    assert get_state(restarted) == get_state(server)
+    run_steps(restarted, 1)
+    assert get_state(create_server(copy)[0]) == get_state(restarted)
     may_continue.set()
     journal.wait()
-    assert state_of(server_with(tmp_path)[0]) == state_of(server)
+    assert get_state(create_server(tmp_path)[0]) == get_state(server)
 
 
 class WithArray(torch.optim.SGD):
@@ -427,22 +427,22 @@ class WithArray(torch.optim.SGD):
 
 
 def test_snapshot_that_could_not_be_loaded_does_not_replace_the_journal(tmp_path, caplog):
-    server, journal = server_with(tmp_path, optimizer=partial(WithArray, lr=0.1))
-    steps(server, 3)
+    server, journal = create_server(tmp_path, optimizer=partial(WithArray, lr=0.1))
+    run_steps(server, 3)
     journal.snapshot(server.core)
     journal.close()
     assert "expected only numbers, strings and tensors" in caplog.text
-    restarted, _ = server_with(tmp_path, optimizer=partial(WithArray, lr=0.1))
-    assert state_of(restarted) == state_of(server)
+    restarted, _ = create_server(tmp_path, optimizer=partial(WithArray, lr=0.1))
+    assert get_state(restarted) == get_state(server)
 
 
 def test_optimizer_whose_options_cannot_be_stored_is_refused_before_training(tmp_path):
-    server = Server(dict(nn.Linear(2, 1).named_parameters()), with_function, workers=1)
+    server = Server(dict(nn.Linear(2, 1).named_parameters()), build_with_function, workers=1)
     with pytest.raises(RuntimeError, match="expected only numbers, strings and tensors"):
         DiskJournal.start(tmp_path, server.core)
 
 
-def with_function(parameters):
+def build_with_function(parameters):
     optimizer = torch.optim.SGD(parameters)
     optimizer.param_groups[0]["function"] = lambda: None
     return optimizer
@@ -465,7 +465,7 @@ def of(consistency=STALE, outer=None, module=None, servers=1, lr=0.1, number=0):
     return Server(parameters, optimizer, consistency, workers=1, shard=shard, elastic=True)
 
 
-def slower(parameters):  # its address must not appear in the settings
+def build_slower(parameters):  # its address must not appear in the settings
     return torch.optim.SGD(parameters, lr=0.2)
 
 
@@ -483,7 +483,7 @@ OTHERS = {
     "optimizer": (of(), of(outer=torch.optim.Adam)),
     "rate": (of(), of(lr=0.2)),
     "outer": (of(LocalSteps(4)), of(LocalSteps(4, partial(torch.optim.Adam, lr=0.7)))),
-    "outer rate": (of(LocalSteps(4)), of(LocalSteps(4, slower))),
+    "outer rate": (of(LocalSteps(4)), of(LocalSteps(4, build_slower))),
     "names": (of(module=nn.ModuleList([nn.Linear(3, 2)])), of()),
     "shapes": (of(module=nn.Linear(2, 3)), of()),
     "types": (of(module=nn.Linear(3, 2).double()), of()),
@@ -517,10 +517,10 @@ def test_journal_of_other_settings_is_refused_by_name(tmp_path, setting):
     assert restarted.core.journal is None
 
 
-@pytest.mark.parametrize("policy", [LocalSteps(2, lambda p: slower(p)), Asynchronous()])
+@pytest.mark.parametrize("policy", [LocalSteps(2, lambda p: build_slower(p)), Asynchronous()])
 def test_journal_of_equal_settings_is_continued(tmp_path, policy):
-    DiskJournal.start(tmp_path, of(policy, lambda p: slower(p)).core).close()
-    restarted = of(policy, lambda p: slower(p))
+    DiskJournal.start(tmp_path, of(policy, lambda p: build_slower(p)).core).close()
+    restarted = of(policy, lambda p: build_slower(p))
     journal = DiskJournal(tmp_path)
     assert journal.load(restarted.core)
     journal.close()

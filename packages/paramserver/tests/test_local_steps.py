@@ -40,9 +40,9 @@ from paramserver_training import (
     ADAMW,
     SGD,
     assert_equal_parameters,
-    batch,
-    in_threads,
-    model,
+    build_model,
+    draw_batch,
+    run_in_threads,
     train,
     train_to_the_end,
 )
@@ -54,7 +54,7 @@ OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 SPEC = OptimizerSpec(INNER)
 
 
-def warmup_and_cosine(step, warmup=5, total=60):
+def compute_warmup_and_cosine(step, warmup=5, total=60):
     if step < warmup:
         return step / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
@@ -67,7 +67,7 @@ CONFIGURATIONS = {
         LocalSteps(10, OUTER),
         OptimizerSpec(
             partial(torch.optim.AdamW, lr=4e-4, weight_decay=0.1, betas=(0.9, 0.95)),
-            partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=warmup_and_cosine),
+            partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=compute_warmup_and_cosine),
             max_norm=1.0,
         ),
     ),
@@ -82,22 +82,22 @@ CONFIGURATIONS = {
 }
 
 
-def loss_of_step(module, worker, step):
-    inputs, targets = batch(step, worker)
+def compute_loss(module, worker, step):
+    inputs, targets = draw_batch(step, worker)
     return F.mse_loss(module(inputs), targets)
 
 
-def diloco_in_twenty_lines(workers, rounds, steps, inner=INNER):
-    theta = model()
+def run_diloco_in_twenty_lines(workers, rounds, steps, inner=INNER):
+    theta = build_model()
     outer = OUTER(theta.parameters())
-    replicas = [model() for _ in range(workers)]
+    replicas = [build_model() for _ in range(workers)]
     inners = [inner(replica.parameters()) for replica in replicas]
     for number in range(rounds):
         for worker, (replica, inner) in enumerate(zip(replicas, inners, strict=True)):
             replica.load_state_dict(theta.state_dict())
             for step in range(number * steps, (number + 1) * steps):
                 inner.zero_grad()
-                loss_of_step(replica, worker, step).backward()
+                compute_loss(replica, worker, step).backward()
                 inner.step()
         for name, parameter in theta.named_parameters():
             changes = [parameter.detach() - r.get_parameter(name).detach() for r in replicas]
@@ -109,8 +109,8 @@ def diloco_in_twenty_lines(workers, rounds, steps, inner=INNER):
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_local_steps_are_diloco(servers):
     policy = LocalSteps(4, OUTER)
-    result = run(train, model(), INNER, policy, args=(12,), workers=3, servers=servers)
-    assert_equal_parameters(result.parameters, diloco_in_twenty_lines(3, 3, 4))
+    result = run(train, build_model(), INNER, policy, args=(12,), workers=3, servers=servers)
+    assert_equal_parameters(result.parameters, run_diloco_in_twenty_lines(3, 3, 4))
     assert result.versions == [3] * servers
 
 
@@ -125,18 +125,20 @@ OTHER_INNER = [
 @pytest.mark.parametrize("inner", OTHER_INNER, ids=lambda inner: inner.func.__name__)
 def test_local_steps_with_other_inner_optimizers_are_diloco(inner):
     trained, _ = train_in_threads(LocalSteps(4, OUTER), inner, 8)
-    assert_equal_parameters(trained, diloco_in_twenty_lines(2, 2, 4, inner))
+    assert_equal_parameters(trained, run_diloco_in_twenty_lines(2, 2, 4, inner))
 
 
 def train_in_threads(policy, spec, steps):
     """Train two workers with two servers in this process; return the parameters of both."""
-    parameters = dict(model().named_parameters())
+    parameters = dict(build_model().named_parameters())
     hosts = [
         Server(parameters, spec, policy, workers=2, shard=shard)
         for shard in partition(parameters, 2)
     ]
-    workers = [Worker(model(), hosts, rank=rank, local=policy, optimizer=spec) for rank in range(2)]
-    in_threads(*(partial(train_to_the_end, worker, steps) for worker in workers))
+    workers = [
+        Worker(build_model(), hosts, rank=rank, local=policy, optimizer=spec) for rank in range(2)
+    ]
+    run_in_threads(*(partial(train_to_the_end, worker, steps) for worker in workers))
     modules = [worker.module for worker in workers]
     return [{n: p.detach() for n, p in module.named_parameters()} for module in modules]
 
@@ -146,8 +148,8 @@ class StreamingDiloco:
 
     def __init__(self, workers, policy, servers):
         self.policy = policy
-        self.theta = dict(model().named_parameters())
-        self.replicas = [model() for _ in range(workers)]
+        self.theta = dict(build_model().named_parameters())
+        self.replicas = [build_model() for _ in range(workers)]
         #: Per fragment: names and slices of parameters.
         self.cuts = [[] for _ in range(policy.fragments)]
         for shard in partition(self.theta, servers):
@@ -185,7 +187,7 @@ class StreamingDiloco:
         for step in range(1, steps + 1):
             for worker, (replica, inner) in enumerate(zip(self.replicas, inners, strict=True)):
                 inner.zero_grad()
-                loss_of_step(replica, worker, step - 1).backward()
+                compute_loss(replica, worker, step - 1).backward()
                 if spec.max_norm:
                     nn.utils.clip_grad_norm_(replica.parameters(), spec.max_norm)
                 inner.step()
@@ -219,7 +221,14 @@ def test_fragments_are_streaming_diloco(policy, servers, transport):
     if transport == "zeromq":
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     result = run(
-        train, model(), INNER, policy, args=(12,), workers=2, servers=servers, transport=transport
+        train,
+        build_model(),
+        INNER,
+        policy,
+        args=(12,),
+        workers=2,
+        servers=servers,
+        transport=transport,
     )
     expected = StreamingDiloco(2, policy, servers).train(12)
     assert_equal_parameters(result.parameters, expected)
@@ -232,22 +241,24 @@ def test_published_configurations_equal_the_reference(policy, spec):
     expected = StreamingDiloco(2, policy, 2).train(40, spec)
     for trained in train_in_threads(policy, spec, 40):
         assert_equal_parameters(trained, expected)
-    start = dict(model().named_parameters())
+    start = dict(build_model().named_parameters())
     assert all((start[name] - p).abs().max() > 1e-4 for name, p in expected.items())
 
 
 def test_minimal_implementation_is_diloco():
-    expected = diloco_in_twenty_lines(2, 3, 5)
-    actual = plain.train_diloco(model(), INNER, OUTER, loss_of_step, workers=2, rounds=3, steps=5)
+    expected = run_diloco_in_twenty_lines(2, 3, 5)
+    actual = plain.train_diloco(
+        build_model(), INNER, OUTER, compute_loss, workers=2, rounds=3, steps=5
+    )
     assert_equal_parameters(dict(zip(expected, actual, strict=True)), expected)
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 def test_bulk_synchronous_equals_minimal_implementation(optimizer):
-    module = model()
+    module = build_model()
     # Its gradient is missing, and weight decay changes it.
     module.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=torch.float64)))
-    actual = plain.train(module, optimizer, loss_of_step, workers=3, steps=5)
+    actual = plain.train(module, optimizer, compute_loss, workers=3, steps=5)
     result = run(train, module, optimizer, BulkSynchronous(), args=(5,), workers=3)
     expected = dict(zip(result.parameters, actual, strict=True))
     assert_equal_parameters(result.parameters, expected)
@@ -255,8 +266,8 @@ def test_bulk_synchronous_equals_minimal_implementation(optimizer):
 
 def train_minimal_with_periods(bound, periods, steps=8):
     """Train the minimal implementation; worker w is active in every `periods[w]`-th round only."""
-    server = plain.Server(model(), SGD, len(periods), bound)
-    group = [plain.Worker(w, model(), loss_of_step) for w in range(len(periods))]
+    server = plain.Server(build_model(), SGD, len(periods), bound)
+    group = [plain.Worker(w, build_model(), compute_loss) for w in range(len(periods))]
     round_number = 0
     while any(worker.clock < steps for worker in group):
         for worker, period in zip(group, periods, strict=True):
@@ -270,8 +281,10 @@ def train_minimal_with_periods(bound, periods, steps=8):
 def test_stale_schedule_equals_minimal_implementation(consistency):
     # Worker 1 is active in every third round only. The timeout is 0, so a worker that would have to
     # wait skips its round.
-    server = Server(dict(model().named_parameters()), SGD, consistency, workers=2, timeout=0.0)
-    group = [Worker(model(), server, rank=rank) for rank in range(2)]
+    server = Server(
+        dict(build_model().named_parameters()), SGD, consistency, workers=2, timeout=0.0
+    )
+    group = [Worker(build_model(), server, rank=rank) for rank in range(2)]
     now = 0
     while any(worker.clock < 8 for worker in group):
         for worker in group:
@@ -280,7 +293,7 @@ def test_stale_schedule_equals_minimal_implementation(consistency):
                     worker.pull()
                 except TimeoutError:
                     continue
-                loss_of_step(worker.module, worker.rank, worker.clock).backward()
+                compute_loss(worker.module, worker.rank, worker.clock).backward()
                 worker.push()
         now += 1
     expected = train_minimal_with_periods(consistency.bound, periods=(1, 3))
@@ -291,7 +304,7 @@ def test_stale_schedule_equals_minimal_implementation(consistency):
 
 
 def test_a_short_last_round_is_pushed_too():
-    result = run(train, model(), INNER, LocalSteps(4, OUTER), args=(6,), workers=2)
+    result = run(train, build_model(), INNER, LocalSteps(4, OUTER), args=(6,), workers=2)
     assert result.versions == [2]
 
 
@@ -306,17 +319,17 @@ def test_a_short_last_round_is_pushed_too():
 )
 def test_compressed_workers_have_equal_parameters_and_bounded_errors(compression, servers):
     policy = LocalSteps(3, OUTER, compression)
-    start = model().float()
+    start = build_model().float()
     parameters = dict(start.named_parameters())
     shards = partition(parameters, servers)
     hosts = [Server(parameters, INNER, policy, workers=2, shard=shard) for shard in shards]
     group = [
         Worker(copy, hosts, rank=rank, local=policy, optimizer=INNER)
-        for rank, copy in enumerate([model().float(), model().float()])
+        for rank, copy in enumerate([build_model().float(), build_model().float()])
     ]
 
     def loss(worker, step):
-        inputs, targets = batch(step, worker.rank)
+        inputs, targets = draw_batch(step, worker.rank)
         return F.mse_loss(worker.module(inputs.float()), targets.float())
 
     def work(worker):
@@ -326,7 +339,7 @@ def test_compressed_workers_have_equal_parameters_and_bounded_errors(compression
             worker.push()
         worker.finish()
 
-    in_threads(*(partial(work, worker) for worker in group))
+    run_in_threads(*(partial(work, worker) for worker in group))
     first, second = (torch.cat([p.flatten() for p in w.module.parameters()]) for w in group)
     assert torch.equal(first, second)
     for host in hosts:  # published parameters differ by one rounding, not by ten
@@ -347,7 +360,7 @@ def train_and_return_parameters(worker):
 
 def test_result_contains_the_parameters_of_the_workers_with_compression():
     policy = LocalSteps(2, OUTER, Integers(4))
-    result = run(train_and_return_parameters, model(), INNER, policy, workers=1)
+    result = run(train_and_return_parameters, build_model(), INNER, policy, workers=1)
     for name, parameter in result.parameters.items():
         assert torch.equal(parameter, result.values[0][name])
 
@@ -460,9 +473,9 @@ def test_compressed_data_of_the_buffers_size_are_checked_after_decoding():
 
 def test_a_worker_of_another_policy_is_refused():
     policy = LocalSteps(4, OUTER, fragments=2)
-    server = Server(dict(model().named_parameters()), INNER, policy, workers=1)
+    server = Server(dict(build_model().named_parameters()), INNER, policy, workers=1)
     with pytest.raises(ValueError, match="expected a local `optimizer` with LocalSteps"):
-        Worker(model(), server)  # would push gradients instead of changes
+        Worker(build_model(), server)  # would push gradients instead of changes
     others = (
         LocalSteps(4, OUTER),
         LocalSteps(4, OUTER, Integers(8), fragments=2),
@@ -471,8 +484,8 @@ def test_a_worker_of_another_policy_is_refused():
     )
     for other in others:
         with pytest.raises(ValueError, match="the same policy"):
-            Worker(model(), server, local=other, optimizer=INNER)
-    worker = Worker(model(), server, optimizer=INNER)  # the policy is the server's
+            Worker(build_model(), server, local=other, optimizer=INNER)
+    worker = Worker(build_model(), server, optimizer=INNER)  # the policy is the server's
     with pytest.raises(RuntimeError, match="pull before each step"):
         worker.push()
 
@@ -481,7 +494,7 @@ def test_local_steps_need_an_optimizer_and_a_number():
     with pytest.raises(ValueError, match="expected steps >= 1, got 0"):
         LocalSteps(0)
     with pytest.raises(ValueError, match="expected a local `optimizer` with LocalSteps"):
-        Worker(model(), [], local=LocalSteps(2))
+        Worker(build_model(), [], local=LocalSteps(2))
     with pytest.raises(ValueError, match="a multiple of the 2 fragments, got 5"):
         LocalSteps(5, fragments=2)
     with pytest.raises(ValueError, match=r"expected overlap < 2, .* got 2"):
@@ -489,7 +502,7 @@ def test_local_steps_need_an_optimizer_and_a_number():
     with pytest.raises(ValueError, match="expected 0 <= alpha <= 1, got 2"):
         LocalSteps(4, alpha=2)
     with pytest.raises(ValueError, match="cannot be split into 90"):
-        Server(dict(model().named_parameters()), SGD, LocalSteps(90, fragments=90), workers=1)
+        Server(dict(build_model().named_parameters()), SGD, LocalSteps(90, fragments=90), workers=1)
     with pytest.raises(ValueError, match="expected 4 or 8 bits per element, got 5"):
         Integers(5)
 
@@ -519,12 +532,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, is_sparse):
 
 def test_a_worker_that_fails_to_finish_is_reported():
     policy = LocalSteps(2)
-    server = Server(get_trainable_parameters(model()), SGD, policy, workers=2, timeout=60.0)
+    server = Server(get_trainable_parameters(build_model()), SGD, policy, workers=2, timeout=60.0)
     first, second = [
-        Worker(model(), server, rank=rank, local=policy, optimizer=SGD) for rank in range(2)
+        Worker(build_model(), server, rank=rank, local=policy, optimizer=SGD) for rank in range(2)
     ]
     second.pull()
-    loss_of_step(second.module, 1, 0).backward()
+    compute_loss(second.module, 1, 0).backward()
     second.push()
     nn.init.constant_(second.module[0].bias, math.nan)
     with pytest.raises(ValueError, match="not finite"), second:
@@ -549,13 +562,13 @@ class SlowConnection(LocalConnection):
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_worker_leaves_after_its_exchange_in_flight(fails):
     policy = LocalSteps(3, overlap=1)
-    server = Server(get_trainable_parameters(model()), SGD, policy, workers=1)
+    server = Server(get_trainable_parameters(build_model()), SGD, policy, workers=1)
     connection = SlowConnection(server, 0)
-    worker = Worker(model(), [connection], local=policy, optimizer=SGD)
+    worker = Worker(build_model(), [connection], local=policy, optimizer=SGD)
     worker.pull()
     connection.fails = fails
     for step in range(3):
-        loss_of_step(worker.module, 0, step).backward()
+        compute_loss(worker.module, 0, step).backward()
         worker.push()
     if fails:
         with pytest.raises(ConnectionError, match="the push is lost"):

@@ -23,7 +23,7 @@ from paramserver import (
     partition,
 )
 from paramserver.journal.disk_journal import DiskJournal
-from paramserver_training import assert_equal_parameters, batch, model
+from paramserver_training import assert_equal_parameters, build_model, draw_batch
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.5)
 SGD = torch.optim.SGD
@@ -31,42 +31,42 @@ MOMENTUM = partial(SGD, lr=0.1, momentum=0.9)
 WORKERS = 2
 
 
-def no_decay(name, shape):
+def disable_decay(name, shape):
     return {"weight_decay": 0.0} if len(shape) < 2 or name.endswith("bias") else {}
 
 
-def warmup(step):
+def compute_warmup(step):
     return min(1.0, (step + 1) / 4)
 
 
-def sequential(optimizer):
+def build_sequential(optimizer):
     linear = lr_scheduler.LinearLR(optimizer, total_iters=3)
     cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
     return lr_scheduler.SequentialLR(optimizer, [linear, cosine], [3])
 
 
 SCHEDULERS = {
-    "function": partial(lr_scheduler.LambdaLR, lr_lambda=warmup),
+    "function": partial(lr_scheduler.LambdaLR, lr_lambda=compute_warmup),
     "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=6),
     "steps": partial(lr_scheduler.MultiStepLR, milestones=[2, 5], gamma=0.3),
     "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.2, total_steps=20),
-    "sequential": sequential,
+    "sequential": build_sequential,
     "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3),
 }
-FULL = OptimizerSpec(ADAMW, SCHEDULERS["sequential"], no_decay, max_norm=0.3)
+FULL = OptimizerSpec(ADAMW, SCHEDULERS["sequential"], disable_decay, max_norm=0.3)
 
 
-def half_cosine(step):
+def compute_half_cosine(step):
     return np.float32(0.5) * (1 + np.cos(step / 8))
 
 
 NUMPY = OptimizerSpec(
     partial(torch.optim.Adam, lr=np.float32(0.1), betas=tuple(np.array([0.8, 0.9]))),
-    partial(lr_scheduler.LambdaLR, lr_lambda=half_cosine),
+    partial(lr_scheduler.LambdaLR, lr_lambda=compute_half_cosine),
 )
 
 
-def servers_of(module, spec, policy=None, servers=1, **options):
+def create_servers(module, spec, policy=None, servers=1, **options):
     parameters = dict(module.named_parameters())
     options = {"workers": WORKERS, "elastic": True} | options
     return [
@@ -75,22 +75,22 @@ def servers_of(module, spec, policy=None, servers=1, **options):
     ]
 
 
-def loss_of(module, step, worker):
-    inputs, targets = batch(step, worker)
+def compute_loss(module, step, worker):
+    inputs, targets = draw_batch(step, worker)
     dtype = next(module.parameters()).dtype
     return F.mse_loss(module(inputs.to(dtype)), targets.to(dtype))
 
 
 def train(servers, steps, spec=None, first=0, modules=None):
     """Train the workers in rounds of one step, in one thread; return the first worker's module."""
-    modules = modules or [model() for _ in range(WORKERS)]
+    modules = modules or [build_model() for _ in range(WORKERS)]
     workers = [
         Worker(module, servers, rank=rank, optimizer=spec) for rank, module in enumerate(modules)
     ]
     for step in range(first, first + steps):
         for worker in workers:
             worker.pull()
-            loss_of(worker.module, step, worker.rank).backward()
+            compute_loss(worker.module, step, worker.rank).backward()
         for worker in workers:
             worker.push()
     workers[0].pull()
@@ -99,14 +99,14 @@ def train(servers, steps, spec=None, first=0, modules=None):
 
 def train_alone(spec, steps, module=None):
     """Train in one process with torch only, on the mean gradient of the workers."""
-    module = module or model()
-    groups = [{"params": [p], **no_decay(n, p.shape)} for n, p in module.named_parameters()]
+    module = module or build_model()
+    groups = [{"params": [p], **disable_decay(n, p.shape)} for n, p in module.named_parameters()]
     optimizer = spec.optimizer(groups if spec.groups else module.parameters())
     scheduler = spec.scheduler(optimizer) if spec.scheduler else None
     for step in range(steps):
         optimizer.zero_grad()
         for worker in range(WORKERS):
-            (loss_of(module, step, worker) / WORKERS).backward()
+            (compute_loss(module, step, worker) / WORKERS).backward()
         if spec.max_norm:
             nn.utils.clip_grad_norm_(module.parameters(), spec.max_norm)
         optimizer.step()
@@ -126,7 +126,7 @@ def train_alone(spec, steps, module=None):
 )
 def test_a_schedule_on_the_servers_equals_one_process(name, servers):
     spec = OptimizerSpec(MOMENTUM, SCHEDULERS[name])
-    trained = train(servers_of(model(), spec, servers=servers), 8)
+    trained = train(create_servers(build_model(), spec, servers=servers), 8)
     assert_equal_parameters(trained, train_alone(spec, 8))
 
 
@@ -134,15 +134,15 @@ def test_servers_of_one_process_do_not_share_a_learning_rate_that_is_a_tensor():
     lr = torch.tensor(0.05, dtype=torch.float64)
     schedule = partial(lr_scheduler.ExponentialLR, gamma=0.5)
     spec = OptimizerSpec(partial(torch.optim.Adam, lr=lr), schedule)
-    trained = train(servers_of(model(), spec, servers=3), 8)
+    trained = train(create_servers(build_model(), spec, servers=3), 8)
     assert lr.item() == 0.05
     assert_equal_parameters(trained, train_alone(spec, 8))
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_groups_by_name_equal_one_process_wherever_tensors_are_split(servers):
-    spec = OptimizerSpec(ADAMW, groups=no_decay)
-    trained = train(servers_of(model(), spec, servers=servers), 5)
+    spec = OptimizerSpec(ADAMW, groups=disable_decay)
+    trained = train(create_servers(build_model(), spec, servers=servers), 5)
     assert_equal_parameters(trained, train_alone(spec, 5))
     decayed = train_alone(OptimizerSpec(ADAMW), 5)
     assert (trained["0.bias"] - decayed["0.bias"]).abs().max() > 1e-3
@@ -152,13 +152,13 @@ def test_rates_that_differ_in_the_last_digits_belong_to_different_groups():
     def rates(name, _):
         return {"lr": torch.tensor(0.01) if name.endswith("bias") else torch.tensor(0.0100001)}
 
-    (server,) = servers_of(model(), OptimizerSpec(ADAMW, groups=rates))
+    (server,) = create_servers(build_model(), OptimizerSpec(ADAMW, groups=rates))
     groups = server.core.replica._updater.optimizer.param_groups
     assert sorted(group["lr"].item() for group in groups) == pytest.approx([0.01, 0.0100001], 1e-6)
 
 
 def test_clipping_by_the_global_norm_equals_one_process():
-    trained = train(servers_of(model(), FULL), 8)
+    trained = train(create_servers(build_model(), FULL), 8)
     assert_equal_parameters(trained, train_alone(FULL, 8))
     unclipped = train_alone(replace(FULL, max_norm=None), 8)
     assert (trained["0.weight"] - unclipped["0.weight"]).abs().max() > 1e-3
@@ -173,7 +173,7 @@ def test_gradients_whose_squares_overflow_are_clipped(policy, dtype, gradient):
     module = nn.Linear(4, 1, bias=False, dtype=dtype)
     nn.init.zeros_(module.weight)
     spec = OptimizerSpec(partial(SGD, lr=1.0), max_norm=1.0)
-    (server,) = servers_of(module, spec, policy, workers=1)
+    (server,) = create_servers(module, spec, policy, workers=1)
     worker = Worker(module, server, optimizer=spec if isinstance(policy, LocalSteps) else None)
     for _ in range(2):
         worker.pull()
@@ -188,7 +188,7 @@ def test_sparse_gradients_of_local_steps_are_clipped():
     module = nn.Embedding(4, 2, sparse=True)
     nn.init.zeros_(module.weight)
     spec = OptimizerSpec(partial(SGD, lr=1.0), max_norm=1.0)
-    (server,) = servers_of(module, SGD, LocalSteps(2), workers=1)
+    (server,) = create_servers(module, SGD, LocalSteps(2), workers=1)
     worker = Worker(module, server, optimizer=spec)
     worker.pull()
     (1e25 * module(torch.tensor([1, 1, 2]))).sum().backward()
@@ -208,7 +208,7 @@ def test_sparse_gradients_of_local_steps_are_clipped():
 )
 def test_a_schedule_is_resumed_exactly_from_a_journal(tmp_path, spec, snapshot):
     def opened():
-        (server,) = servers_of(model(), spec)
+        (server,) = create_servers(build_model(), spec)
         journal = DiskJournal(tmp_path)
         journal.load(server.core)
         return server, journal
@@ -221,37 +221,40 @@ def test_a_schedule_is_resumed_exactly_from_a_journal(tmp_path, spec, snapshot):
     server, journal = opened()
     resumed = train([server], 6, first=5)
     journal.close()
-    undisturbed = train(servers_of(model(), spec), 11)
+    undisturbed = train(create_servers(build_model(), spec), 11)
     for name, parameter in resumed.items():
         assert torch.equal(parameter, undisturbed[name])
 
 
 def test_a_journal_of_another_schedule_or_group_is_refused(tmp_path):
     cosine = SCHEDULERS["cosine"]
-    (server,) = servers_of(model(), OptimizerSpec(ADAMW, cosine, no_decay, 0.3))
+    (server,) = create_servers(build_model(), OptimizerSpec(ADAMW, cosine, disable_decay, 0.3))
     DiskJournal.start(tmp_path, server.core).close()
     longer = partial(lr_scheduler.CosineAnnealingLR, T_max=7)
     others = {
-        "scheduler CosineAnnealingLR": OptimizerSpec(ADAMW, longer, no_decay, 0.3),
+        "scheduler CosineAnnealingLR": OptimizerSpec(ADAMW, longer, disable_decay, 0.3),
         "options of 0.bias": OptimizerSpec(ADAMW, cosine, max_norm=0.3),
-        "max_norm 0.2": OptimizerSpec(ADAMW, cosine, no_decay, max_norm=0.2),
+        "max_norm 0.2": OptimizerSpec(ADAMW, cosine, disable_decay, max_norm=0.2),
         "options of 0.weight": OptimizerSpec(
-            partial(torch.optim.AdamW, lr=np.float64(0.06), weight_decay=0.5), cosine, no_decay, 0.3
+            partial(torch.optim.AdamW, lr=np.float64(0.06), weight_decay=0.5),
+            cosine,
+            disable_decay,
+            0.3,
         ),
     }
     for difference, other in others.items():
         with pytest.raises(ValueError, match=f"expected a journal with {difference}"):
-            DiskJournal(tmp_path).load(servers_of(model(), other)[0].core)
+            DiskJournal(tmp_path).load(create_servers(build_model(), other)[0].core)
 
 
 def test_workers_of_local_steps_use_schedule_groups_and_clipping():
     outer = partial(torch.optim.SGD, lr=1.0)  # with one worker, training is local training
-    module = model()
-    (server,) = servers_of(module, FULL, LocalSteps(4, outer), workers=1)
+    module = build_model()
+    (server,) = create_servers(module, FULL, LocalSteps(4, outer), workers=1)
     with Worker(module, server, optimizer=FULL) as worker:
         for step in range(8):
             worker.pull()
-            sum(loss_of(module, step, w) / WORKERS for w in range(WORKERS)).backward()
+            sum(compute_loss(module, step, w) / WORKERS for w in range(WORKERS)).backward()
             worker.push()
     assert_equal_parameters(dict(module.named_parameters()), train_alone(FULL, 8))
 
@@ -266,19 +269,19 @@ def test_workers_of_local_steps_use_schedule_groups_and_clipping():
     ids=str,
 )
 def test_master_weights_equal_one_process_with_master_weights(dtype, servers):
-    spec = OptimizerSpec(ADAMW, SCHEDULERS["cosine"], no_decay, master_dtype=torch.float64)
-    modules = [model(dtype) for _ in range(WORKERS)]
-    trained = train(servers_of(modules[0], spec, servers=servers), 20, modules=modules)
-    module = model(dtype)
+    spec = OptimizerSpec(ADAMW, SCHEDULERS["cosine"], disable_decay, master_dtype=torch.float64)
+    modules = [build_model(dtype) for _ in range(WORKERS)]
+    trained = train(create_servers(modules[0], spec, servers=servers), 20, modules=modules)
+    module = build_model(dtype)
     masters = [nn.Parameter(p.detach().double()) for p in module.parameters()]
     names = [name for name, _ in module.named_parameters()]
     optimizer = ADAMW(
-        [{"params": [p], **no_decay(n, p.shape)} for n, p in zip(names, masters, strict=True)]
+        [{"params": [p], **disable_decay(n, p.shape)} for n, p in zip(names, masters, strict=True)]
     )
     scheduler = spec.scheduler(optimizer)
     for step in range(20):
         gradients = [
-            torch.autograd.grad(loss_of(module, step, w), module.parameters())
+            torch.autograd.grad(compute_loss(module, step, w), module.parameters())
             for w in range(WORKERS)
         ]
         for master, *parts in zip(masters, *gradients, strict=True):
@@ -294,11 +297,11 @@ def test_master_weights_equal_one_process_with_master_weights(dtype, servers):
 def test_autocast_equals_one_process():
     def loss(module, step, worker):
         with torch.autocast("cpu", torch.bfloat16):
-            return loss_of(module, step, worker)
+            return compute_loss(module, step, worker)
 
-    (server,) = servers_of(model(torch.float32), MOMENTUM, BulkSynchronous())
-    workers = [Worker(model(torch.float32), server, rank=rank) for rank in range(WORKERS)]
-    alone = model(torch.float32)
+    (server,) = create_servers(build_model(torch.float32), MOMENTUM, BulkSynchronous())
+    workers = [Worker(build_model(torch.float32), server, rank=rank) for rank in range(WORKERS)]
+    alone = build_model(torch.float32)
     optimizer = MOMENTUM(alone.parameters())
     for step in range(5):
         for worker in workers:
@@ -314,7 +317,7 @@ def test_autocast_equals_one_process():
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-def groups_by_dimension(parameters):
+def build_groups_by_dimension(parameters):
     by_dimension = {}
     for parameter in parameters:
         by_dimension.setdefault(parameter.dim(), []).append(parameter)
@@ -325,7 +328,7 @@ def groups_by_dimension(parameters):
     ("spec", "options", "error"),
     [
         (FULL, {"servers": 2}, r"all gradients on one server with max_norm.*clip_grad_norm_ on"),
-        (groups_by_dimension, {"servers": 3}, r"one parameter group.*OptimizerSpec\(groups="),
+        (build_groups_by_dimension, {"servers": 3}, r"one parameter group.*OptimizerSpec\(groups="),
         (
             OptimizerSpec(ADAMW, groups=lambda *_: {"weight_decy": 0.0}),
             {},
@@ -341,7 +344,11 @@ def groups_by_dimension(parameters):
             {},
             "expected the factory to pass its argument to the scheduler",
         ),
-        (lambda _: SGD(model().parameters()), {}, "pass exactly its argument to the optimizer"),
+        (
+            lambda _: SGD(build_model().parameters()),
+            {},
+            "pass exactly its argument to the optimizer",
+        ),
         (lambda p: SGD(list(p)[1:]), {}, "pass exactly its argument to the optimizer"),
         (
             MOMENTUM,
@@ -352,13 +359,13 @@ def groups_by_dimension(parameters):
 )
 def test_rules_that_would_be_applied_to_parts_or_ignored_are_refused(spec, options, error):
     with pytest.raises(ValueError, match=error):
-        servers_of(spec=spec, **{"module": model()} | options)
+        create_servers(spec=spec, **{"module": build_model()} | options)
 
 
 def test_a_worker_of_local_steps_refuses_master_weights():
-    (server,) = servers_of(model(), MOMENTUM, LocalSteps(4))
+    (server,) = create_servers(build_model(), MOMENTUM, LocalSteps(4))
     with pytest.raises(ValueError, match=r"without master_dtype.*torch\.autocast"):
-        Worker(model(), server, optimizer=OptimizerSpec(ADAMW, master_dtype=torch.float64))
+        Worker(build_model(), server, optimizer=OptimizerSpec(ADAMW, master_dtype=torch.float64))
     with pytest.raises(ValueError, match="expected max_norm > 0, or None, got 0"):
         OptimizerSpec(ADAMW, max_norm=0)
     with pytest.raises(ValueError, match="expected a floating-point master_dtype, or None, got"):

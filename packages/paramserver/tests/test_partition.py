@@ -16,7 +16,7 @@ SHAPES = st.lists(
 )
 
 
-def tensors(shapes, servers):
+def make_tensors(shapes, servers):
     named = {str(i): torch.empty(shape, dtype=dtype) for i, (shape, dtype) in enumerate(shapes)}
     # Each server stores an element, wherever its share of the bytes starts.
     assume(sum(tensor.nbytes for tensor in named.values()) >= 8 * servers)
@@ -26,7 +26,7 @@ def tensors(shapes, servers):
 @settings(max_examples=30)
 @given(shapes=SHAPES, servers=st.integers(1, 6))
 def test_each_element_is_stored_once(shapes, servers):
-    parameters = tensors(shapes, servers)
+    parameters = make_tensors(shapes, servers)
     shards = partition(parameters, servers)
     assert len(shards) == servers
     counts = {name: torch.zeros(tensor.numel()) for name, tensor in parameters.items()}
@@ -39,7 +39,7 @@ def test_each_element_is_stored_once(shapes, servers):
 @settings(max_examples=30)
 @given(shapes=SHAPES, servers=st.integers(1, 6))
 def test_shard_sizes_differ_by_less_than_an_element(shapes, servers):
-    parameters = tensors(shapes, servers)
+    parameters = make_tensors(shapes, servers)
     total = sum(tensor.nbytes for tensor in parameters.values())
     for shard in partition(parameters, servers):
         assert abs(shard.nbytes - total / servers) < 8 + 1
@@ -48,7 +48,7 @@ def test_shard_sizes_differ_by_less_than_an_element(shapes, servers):
 @settings(max_examples=30)
 @given(shapes=SHAPES, servers=st.integers(1, 4))
 def test_views_share_the_buffer_and_never_overlap(shapes, servers):
-    for shard in partition(tensors(shapes, servers), servers):
+    for shard in partition(make_tensors(shapes, servers), servers):
         buffer = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
         views = shard.views(buffer)
         for number, view in enumerate(views):

@@ -22,10 +22,10 @@ from paramserver.running import launch, supervise
 from paramserver.running.job import Outcome
 from paramserver.running.launch import PRELOADED
 from paramserver.running.processes import Processes, collect
-from paramserver_training import SGD, model, train, wait_until_started
+from paramserver_training import SGD, build_model, train, wait_until_started
 
 
-def note(folder):
+def write_process_file(folder):
     """Create a file that is named by the id of this process."""
     (Path(folder) / str(os.getpid())).touch()
 
@@ -35,13 +35,13 @@ class Noted(torch.optim.SGD):
 
     def __init__(self, parameters, folder):
         super().__init__(parameters, lr=0.1)
-        note(folder)
+        write_process_file(folder)
 
 
 def compute_for_long(worker, folder):
     """Sleep without any message to the servers."""
     train(worker, 2)
-    note(folder)
+    write_process_file(folder)
     time.sleep(600)
 
 
@@ -52,7 +52,7 @@ def run_for_long(transport, method, folder, temporary):
     multiprocessing.get_context = lambda _: context
     run(
         compute_for_long,
-        model(),
+        build_model(),
         partial(Noted, folder=folder),
         args=(folder,),
         workers=1,
@@ -69,7 +69,7 @@ def is_alive(number):
     return True
 
 
-def until(condition, seconds):
+def wait_until(condition, seconds):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -96,12 +96,12 @@ def test_no_process_outlives_a_killed_caller(transport, method, tmp_path):
     caller = context.Process(target=run_for_long, args=arguments)
     caller.start()
     try:
-        assert until(lambda: len(list(noted.iterdir())) == 2, 300)
+        assert wait_until(lambda: len(list(noted.iterdir())) == 2, 300)
     finally:
         caller.kill()
         caller.join()
     numbers = [int(path.name) for path in noted.iterdir()]
-    assert until(lambda: not any(map(is_alive, numbers)), 20)
+    assert wait_until(lambda: not any(map(is_alive, numbers)), 20)
     left = [path.name for path in temporary.iterdir() if path.name.startswith("tmp")]
     assert left == []  # the folder of sockets, journal and store is removed
     shutil.rmtree(temporary)
@@ -134,7 +134,7 @@ def test_other_workers_continue_and_end_without_a_hanging_worker(
     how = "stopped" if transport == "zeromq" else "asleep"
     result = run(
         stop,
-        model(),
+        build_model(),
         SGD,
         policy,
         args=(how, tmp_path, 3),
@@ -178,7 +178,7 @@ def test_hanging_worker_is_restarted(tmp_path, monkeypatch):
     monkeypatch.setattr(supervise, "GRACE_SECONDS", -2.0)
     result = run(
         stop_once,
-        model(),
+        build_model(),
         SGD,
         Asynchronous(),
         args=(tmp_path, SlowToLoad(tmp_path)),
@@ -209,7 +209,7 @@ def test_processes_that_are_suspended_for_longer_than_the_timeout_continue(suspe
     workers = 1 if suspended == "worker 0" else 2
 
     def suspend():
-        assert until(lambda: (tmp_path / "0-2").exists(), 60)
+        assert wait_until(lambda: (tmp_path / "0-2").exists(), 60)
         children = [
             process.pid
             for process in multiprocessing.active_children()
@@ -226,7 +226,7 @@ def test_processes_that_are_suspended_for_longer_than_the_timeout_continue(suspe
         count = pool.submit(suspend)
         result = run(
             train_and_note,
-            model(),
+            build_model(),
             SGD,
             args=(6, tmp_path, workers),
             workers=workers,
@@ -271,5 +271,5 @@ def test_error_of_the_caller_leaves_no_process(transport, tmp_path, monkeypatch)
 
     monkeypatch.setattr(Processes, "iter_outcomes", fails)
     with pytest.raises(KeyboardInterrupt):
-        run(stop, model(), SGD, args=("asleep", tmp_path, 2), workers=2, transport=transport)
+        run(stop, build_model(), SGD, args=("asleep", tmp_path, 2), workers=2, transport=transport)
     assert multiprocessing.active_children() == []

@@ -20,7 +20,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
 
 from paramserver import Asynchronous, Server, Worker, partition, run
-from paramserver_training import in_threads
+from paramserver_training import run_in_threads
 
 ADD = partial(torch.optim.SGD, lr=1.0)
 REPEAT = 50
@@ -118,6 +118,6 @@ def test_workers_in_one_process_push_and_pull(keys):
         with Worker(KeysOfWorkers(2, keys), hosts, rank=rank) as worker:
             errors.extend(push_and_pull(worker))
 
-    in_threads(*(partial(work, rank) for rank in range(2)))
+    run_in_threads(*(partial(work, rank) for rank in range(2)))
     assert errors == [0.0] * 4
     assert [host.version for host in hosts] == [4 * REPEAT] * 2

@@ -34,9 +34,9 @@ from paramserver_training import (
     ADAMW,
     SGD,
     assert_equal_parameters,
-    batch,
-    in_threads,
-    model,
+    build_model,
+    draw_batch,
+    run_in_threads,
     train_alone,
     train_to_the_end,
 )
@@ -54,11 +54,11 @@ from paramserver_training import (
     ],
 )
 def test_bulk_synchronous_equals_one_process(servers, optimizer):
-    parameters = get_trainable_parameters(model())
+    parameters = get_trainable_parameters(build_model())
     shards = partition(parameters, servers)
     hosts = [Server(parameters, optimizer, workers=3, shard=shard) for shard in shards]
-    workers = [Worker(model(), hosts, rank=rank) for rank in range(3)]
-    in_threads(*(partial(train_to_the_end, worker, 6) for worker in workers))
+    workers = [Worker(build_model(), hosts, rank=rank) for rank in range(3)]
+    run_in_threads(*(partial(train_to_the_end, worker, 6) for worker in workers))
     expected = train_alone(6, 3, optimizer)
     for worker in workers:
         assert_equal_parameters(dict(worker.module.named_parameters()), expected)
@@ -67,11 +67,11 @@ def test_bulk_synchronous_equals_one_process(servers, optimizer):
 
 def train_with(optimizer, servers):
     """Train two workers for five steps and return the parameters of the first one."""
-    parameters = get_trainable_parameters(model())
+    parameters = get_trainable_parameters(build_model())
     shards = partition(parameters, servers)
     hosts = [Server(parameters, optimizer, workers=2, shard=shard) for shard in shards]
-    workers = [Worker(model(), hosts, rank=rank) for rank in range(2)]
-    in_threads(*(partial(train_to_the_end, worker, 5) for worker in workers))
+    workers = [Worker(build_model(), hosts, rank=rank) for rank in range(2)]
+    run_in_threads(*(partial(train_to_the_end, worker, 5) for worker in workers))
     return dict(workers[0].module.named_parameters())
 
 
@@ -118,7 +118,7 @@ def test_a_subclass_with_its_own_step_is_not_assumed_to_be_elementwise():
         train_with(partial(Overridden, lr=0.1), 3)
 
 
-def normalizing_sgd(parameters):
+def build_normalizing_sgd(parameters):
     """Return an optimizer with a hook that uses all gradients."""
     optimizer = torch.optim.SGD(parameters, lr=0.1)
 
@@ -129,7 +129,7 @@ def normalizing_sgd(parameters):
     return optimizer
 
 
-def sgd_with_another_step(parameters):
+def build_sgd_with_another_step(parameters):
     """Return an optimizer whose `step` was replaced."""
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     step = optimizer.step
@@ -138,15 +138,15 @@ def sgd_with_another_step(parameters):
 
 
 def test_step_hooks_need_one_server():
-    train_with(sgd_with_another_step, 1)
+    train_with(build_sgd_with_another_step, 1)
     with pytest.raises(ValueError, match="with the `step` of its class"):
-        train_with(sgd_with_another_step, 2)
-    train_with(normalizing_sgd, 1)
+        train_with(build_sgd_with_another_step, 2)
+    train_with(build_normalizing_sgd, 1)
     with pytest.raises(ValueError, match=r"without step hooks.*pass servers=1"):
-        train_with(normalizing_sgd, 2)
-    local_steps = LocalSteps(2, normalizing_sgd, fragments=2)
+        train_with(build_normalizing_sgd, 2)
+    local_steps = LocalSteps(2, build_normalizing_sgd, fragments=2)
     with pytest.raises(ValueError, match="without step hooks"):
-        Server(get_trainable_parameters(model()), SGD, local_steps, workers=1)
+        Server(get_trainable_parameters(build_model()), SGD, local_steps, workers=1)
 
 
 def test_options_that_depend_on_the_parameters_are_refused_for_a_part():
@@ -163,9 +163,9 @@ def test_options_that_depend_on_the_parameters_are_refused_for_a_part():
 
 def test_bulk_synchronous_runs_are_bit_equal():
     def once():
-        server = Server(get_trainable_parameters(model()), SGD, workers=4)
-        workers = [Worker(model(), [server], rank=rank) for rank in range(4)]
-        in_threads(*(partial(train_to_the_end, worker, 5) for worker in workers))
+        server = Server(get_trainable_parameters(build_model()), SGD, workers=4)
+        workers = [Worker(build_model(), [server], rank=rank) for rank in range(4)]
+        run_in_threads(*(partial(train_to_the_end, worker, 5) for worker in workers))
         return torch.cat([p.flatten() for p in workers[0].module.parameters()])
 
     first = once()
@@ -173,9 +173,9 @@ def test_bulk_synchronous_runs_are_bit_equal():
 
 
 def test_workers_may_have_unequal_numbers_of_batches():
-    server = Server(get_trainable_parameters(model()), SGD, workers=3)
-    workers = [Worker(model(), [server], rank=rank) for rank in range(3)]
-    in_threads(*(partial(train_to_the_end, w, 2 + 3 * w.rank) for w in workers))
+    server = Server(get_trainable_parameters(build_model()), SGD, workers=3)
+    workers = [Worker(build_model(), [server], rank=rank) for rank in range(3)]
+    run_in_threads(*(partial(train_to_the_end, w, 2 + 3 * w.rank) for w in workers))
     assert server.version == 8
     assert server.staleness == {0: 2 + 5 + 8}
     final = [torch.cat([p.flatten() for p in w.module.parameters()]) for w in workers]
@@ -247,7 +247,7 @@ def test_pull_reads_a_single_version():
             worker.push()
         worker.finish()
 
-    in_threads(*(partial(work, Worker(Vector(), [server], rank=rank)) for rank in range(2)))
+    run_in_threads(*(partial(work, Worker(Vector(), [server], rank=rank)) for rank in range(2)))
     assert server.version == 40
 
 
@@ -273,20 +273,20 @@ def test_staleness_is_the_number_of_updates_since_the_pull(servers):
     assert hosts[0].staleness == {0: 1, 1: 1, 2: 1}
 
 
-def small_server(policy, workers):
+def create_small_server(policy, workers):
     optimizer = partial(torch.optim.SGD, lr=0.1)
     return Server(dict(nn.Linear(3, 1).named_parameters()), optimizer, policy, workers=workers)
 
 
 def test_local_optimizer_without_local_steps_is_refused():
-    server = small_server(BulkSynchronous(), workers=1)
+    server = create_small_server(BulkSynchronous(), workers=1)
     with pytest.raises(ValueError, match="expected optimizer=None without LocalSteps"):
         Worker(nn.Linear(3, 1), server, optimizer=partial(torch.optim.SGD, lr=0.1))
 
 
 @pytest.mark.parametrize("policy", [BulkSynchronous(), LocalSteps(2)])
 def test_worker_that_leaves_waits_for_no_other_worker(policy):
-    server = small_server(policy, workers=2)
+    server = create_small_server(policy, workers=2)
     is_local = isinstance(policy, LocalSteps)
     optimizer = partial(torch.optim.SGD, lr=0.1) if is_local else None
     modules = [nn.Linear(3, 1) for _ in range(2)]
@@ -372,7 +372,7 @@ def test_parameter_of_another_shape_is_refused():
 @pytest.mark.parametrize("end", [Worker.finish, Worker.leave])
 def test_worker_that_has_ended_neither_pulls_nor_pushes(policy, end):
     sgd = partial(torch.optim.SGD, lr=0.1)
-    server = small_server(policy, workers=1)
+    server = create_small_server(policy, workers=1)
     module = nn.Linear(3, 1)
     worker = Worker(module, server, optimizer=sgd if isinstance(policy, LocalSteps) else None)
     worker.pull()
@@ -413,7 +413,7 @@ def test_defaults_of_the_caller_do_not_change_the_result(policy):
 
 def test_a_waiting_worker_retries_its_request_only_after_changes(monkeypatch):
     monkeypatch.setattr("paramserver.server._KEEP_ALIVE_SECONDS", 0.01)
-    server = small_server(BulkSynchronous(), workers=2)
+    server = create_small_server(BulkSynchronous(), workers=2)
     requests = []
     handle = server.core.handle
 
@@ -439,7 +439,7 @@ def test_a_waiting_worker_retries_its_request_only_after_changes(monkeypatch):
 
 def test_a_change_during_a_message_to_a_waiting_worker_ends_the_wait(monkeypatch):
     monkeypatch.setattr("paramserver.server._KEEP_ALIVE_SECONDS", 0.01)
-    server = small_server(BulkSynchronous(), workers=2)
+    server = create_small_server(BulkSynchronous(), workers=2)
     first, second = (Worker(nn.Linear(3, 1), server, rank=rank) for rank in range(2))
     for worker in (first, second):
         worker.pull()
@@ -468,7 +468,7 @@ def test_a_change_during_a_message_to_a_waiting_worker_ends_the_wait(monkeypatch
     ],
 )
 def test_optimizer_whose_step_fails_ends_training_with_the_error_of_torch(optimizer, error):
-    module = model()
+    module = build_model()
     server = Server(get_trainable_parameters(module), optimizer, workers=1)
     worker = Worker(module, server)
     worker.pull()
@@ -482,7 +482,7 @@ def test_optimizer_whose_step_fails_ends_training_with_the_error_of_torch(optimi
 @pytest.mark.parametrize("local", [None, LocalSteps(1, partial(torch.optim.SGD, lr=1.0))])
 def test_inference_mode_of_the_caller_does_not_change_the_result(servers, local):
     """An evaluation pulls in inference mode, in which a pull may apply an earlier update."""
-    module = model()
+    module = build_model()
     parameters = get_trainable_parameters(module)
     with torch.inference_mode():
         shards = partition(parameters, servers)
@@ -491,7 +491,7 @@ def test_inference_mode_of_the_caller_does_not_change_the_result(servers, local)
     for step in range(4):
         with torch.inference_mode(step % 2 == 0):
             worker.pull()
-        inputs, targets = batch(step, 0)
+        inputs, targets = draw_batch(step, 0)
         F.mse_loss(module(inputs), targets).backward()
         with torch.inference_mode(step < 2):
             worker.push()
@@ -501,12 +501,12 @@ def test_inference_mode_of_the_caller_does_not_change_the_result(servers, local)
 
 
 def test_parameters_without_values_are_refused():
-    server = small_server(BulkSynchronous(), workers=1)
+    server = create_small_server(BulkSynchronous(), workers=1)
     with pytest.raises(ValueError, match="expected parameters with values, got weight on the meta"):
         Worker(nn.Linear(3, 1, device="meta"), server)
 
 
-def sgd_with_long_options(parameters):
+def build_sgd_with_long_options(parameters):
     optimizer = SGD(parameters)
     optimizer.param_groups[0]["label"] = "x" * 5000
     return optimizer
@@ -521,13 +521,13 @@ def sgd_with_long_options(parameters):
         (SGD, Asynchronous(), '"policy": "Asynchronous()"'),
         (OptimizerSpec(SGD, groups=lambda name, _: {"lr": len(name)}), BulkSynchronous(), "lr=6"),
         (OptimizerSpec(SGD, master_dtype=torch.float64), BulkSynchronous(), "float64"),
-        (sgd_with_long_options, BulkSynchronous(), "SHA-256"),
+        (build_sgd_with_long_options, BulkSynchronous(), "SHA-256"),
     ],
 )
 def test_servers_of_one_job_with_different_optimizers_or_policies_are_refused(
     optimizer, policy, message, odd
 ):
-    parameters = get_trainable_parameters(model())
+    parameters = get_trainable_parameters(build_model())
     hosts = [
         Server(
             parameters,
@@ -539,23 +539,23 @@ def test_servers_of_one_job_with_different_optimizers_or_policies_are_refused(
         for shard in partition(parameters, 3)
     ]
     with pytest.raises(ValueError, match="expected servers with equal policies and") as error:
-        Worker(model(), hosts)
+        Worker(build_model(), hosts)
     assert message in str(error.value)
     assert [host.core.replica.position for host in hosts] == [0, 0, 0]
     hosts[odd] = Server(
         parameters, SGD, workers=1, shard=partition(parameters, 3)[odd], elastic=True
     )
-    train_to_the_end(Worker(model(), hosts), 1)
+    train_to_the_end(Worker(build_model(), hosts), 1)
     assert {host.version for host in hosts} == {1}
 
 
 def test_wrong_ranks_and_orders_of_servers_are_named():
-    parameters = get_trainable_parameters(model())
+    parameters = get_trainable_parameters(build_model())
     hosts = [Server(parameters, SGD, workers=1, shard=shard) for shard in partition(parameters, 2)]
     with pytest.raises(ValueError, match="expected rank >= 0, got -1"):
-        Worker(model(), hosts, rank=-1)
+        Worker(build_model(), hosts, rank=-1)
     with pytest.raises(ValueError, match="pass the servers in the order of their shards"):
-        Worker(model(), hosts[::-1])
+        Worker(build_model(), hosts[::-1])
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,17 @@ from torch import nn
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def embedding(*, sparse):
+def build_embedding(*, sparse):
     torch.manual_seed(0)
     return nn.Embedding(20, 6, sparse=sparse, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("servers", [1, 3])  # the split is inside a row
 def test_sparse_gradients_train_like_dense_ones(servers):
-    start = dict(embedding(sparse=True).named_parameters())
+    start = dict(build_embedding(sparse=True).named_parameters())
     hosts = [Server(start, MOMENTUM, workers=2, shard=s) for s in partition(start, servers)]
-    group = [Worker(embedding(sparse=True), hosts, rank=rank) for rank in range(2)]
-    alone = embedding(sparse=False)
+    group = [Worker(build_embedding(sparse=True), hosts, rank=rank) for rank in range(2)]
+    alone = build_embedding(sparse=False)
     optimizer = MOMENTUM(alone.parameters())
     for step in range(4):
         optimizer.zero_grad()

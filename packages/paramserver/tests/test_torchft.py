@@ -14,7 +14,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
 
 from paramserver import LocalSteps, run
-from paramserver_training import batch, model, train
+from paramserver_training import build_model, draw_batch, train
 
 pytestmark = pytest.mark.exhaustive
 torchft = pytest.importorskip("torchft", reason="the peer torchft is not installed")
@@ -51,7 +51,7 @@ def train_with_torchft(number, module, lighthouse, trained):
     try:
         with local_sgd.DiLoCo(manager, [module], inner, outer, sync_every=LOCAL, pin_memory=False):
             for step in range(STEPS):
-                inputs, targets = batch(step, number)
+                inputs, targets = draw_batch(step, number)
                 inner.zero_grad()
                 F.mse_loss(module(inputs), targets).backward()
                 inner.step()
@@ -66,7 +66,7 @@ def test_torchft_diloco_gives_equal_parameters():
     # Created before the threads, which share a random number generator.
     threads = [
         threading.Thread(target=train_with_torchft, args=(w, module, lighthouse.address(), trained))
-        for w, module in enumerate([model() for _ in range(WORKERS)])
+        for w, module in enumerate([build_model() for _ in range(WORKERS)])
     ]
     try:
         for thread in threads:
@@ -75,7 +75,9 @@ def test_torchft_diloco_gives_equal_parameters():
             thread.join(120)
     finally:
         lighthouse.shutdown()
-    result = run(train, model(), INNER, LocalSteps(LOCAL, OUTER), args=(STEPS,), workers=WORKERS)
+    result = run(
+        train, build_model(), INNER, LocalSteps(LOCAL, OUTER), args=(STEPS,), workers=WORKERS
+    )
     for name, tensor in result.parameters.items():
         for theirs in trained.values():
             torch.testing.assert_close(theirs[name], tensor, rtol=1e-10, atol=1e-12)

@@ -14,7 +14,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # the processes that `run` start
 
 
 from paramserver import Asynchronous, StaleSynchronous, join, run
-from paramserver_training import ADAMW, SGD, assert_equal_parameters, model, train, train_alone
+from paramserver_training import (
+    ADAMW,
+    SGD,
+    assert_equal_parameters,
+    build_model,
+    train,
+    train_alone,
+)
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "zeromq"])
@@ -22,7 +29,7 @@ def test_run_equals_one_process(transport):
     if transport == "zeromq":
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     options = {"workers": 3, "servers": 2, "transport": transport, "timeout": math.inf}
-    result = run(train, model(), SGD, args=(5,), **options)
+    result = run(train, build_model(), SGD, args=(5,), **options)
     assert_equal_parameters(result.parameters, train_alone(5, 3, SGD))
     assert result.values == [[0, 1, 2, 3, 4]] * 3
     assert result.versions == [5, 5]
@@ -40,7 +47,7 @@ def keep_own_parameters(worker, folder):
 
 
 def test_workers_have_separate_modules(tmp_path):
-    result = run(keep_own_parameters, model(), SGD, args=(tmp_path,), workers=3)
+    result = run(keep_own_parameters, build_model(), SGD, args=(tmp_path,), workers=3)
     assert result.values == [True] * 3
 
 
@@ -50,13 +57,13 @@ def test_workers_have_separate_modules(tmp_path):
     ids=repr,
 )
 def test_every_gradient_is_an_update_when_not_bulk_synchronous(consistency):
-    result = run(train, model(), SGD, consistency, args=(5,), workers=3)
+    result = run(train, build_model(), SGD, consistency, args=(5,), workers=3)
     assert result.versions == [15]
     assert sum(result.staleness.values()) == 15
 
 
 def join_and_train(steps, servers, optimizer):
-    module = model()
+    module = build_model()
     if dist.get_rank() not in servers:
         for parameter in module.parameters():  # the first pull must replace these
             parameter.data.zero_()
@@ -88,7 +95,7 @@ def join_part_of_a_group(steps):
     part = dist.new_group([0, 2])
     if dist.get_rank() == 1:
         return None
-    module = model()
+    module = build_model()
     with join(module, ADAMW, group=part) as worker:
         train(worker, steps)
         assert (

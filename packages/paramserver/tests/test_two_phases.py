@@ -31,7 +31,7 @@ from paramserver.protocol.messages import Kind, Message
 from paramserver.running.serving import serve
 from paramserver.transport.connection import RemoteConnection
 from paramserver.transport.shared_memory import create_channel_pairs
-from paramserver_training import in_threads, wait_until_started
+from paramserver_training import run_in_threads, wait_until_started
 
 UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
 SIZE = 60
@@ -53,7 +53,7 @@ class Vector(nn.Module):
         return int(self.x[0])
 
 
-def servers_of(module, servers, workers, consistency, timeout=0.0):
+def create_servers(module, servers, workers, consistency, timeout=0.0):
     parameters = dict(module.named_parameters())
     return [
         Server(
@@ -125,7 +125,7 @@ def test_a_death_at_any_message_leaves_no_half_push(data):
     consistency = data.draw(
         st.sampled_from([Asynchronous(), StaleSynchronous(1), BulkSynchronous()])
     )
-    hosts = servers_of(Vector(), servers, workers, consistency)
+    hosts = create_servers(Vector(), servers, workers, consistency)
     lives = [{"requests": 10**9} for _ in range(workers)]
     group = [
         Worker(Vector(), [DyingConnection(h.connect(rank), lives[rank]) for h in hosts], rank=rank)
@@ -156,7 +156,7 @@ def test_a_death_at_any_message_leaves_no_half_push(data):
     assert sum(hosts[0].staleness.values()) <= sum(worker.clock for worker in group) + workers
 
 
-def half_a_push(worker):
+def die_in_third_push(worker):
     """Worker 1 dies in its third push, when the first server has its gradients."""
     values = []
     for step in range(6):
@@ -172,7 +172,7 @@ def half_a_push(worker):
 
 def test_a_process_that_dies_between_two_servers_leaves_nothing():
     result = run(
-        half_a_push,
+        die_in_third_push,
         Vector(),
         UNIT_SGD,
         Asynchronous(),
@@ -194,7 +194,7 @@ def test_a_process_that_dies_between_two_servers_leaves_nothing():
     ],
 )
 def test_a_pull_over_several_servers_reads_one_version(consistency):
-    hosts = servers_of(Vector(200_000), 3, 3, consistency, timeout=60.0)
+    hosts = create_servers(Vector(200_000), 3, 3, consistency, timeout=60.0)
     seen = []
 
     def work(worker):
@@ -206,13 +206,13 @@ def test_a_pull_over_several_servers_reads_one_version(consistency):
         seen.append((worker.module.value(), worker.version))
 
     workers = [Worker(Vector(200_000), hosts, rank=rank) for rank in range(3)]
-    in_threads(*(partial(work, worker) for worker in workers))
+    run_in_threads(*(partial(work, worker) for worker in workers))
     assert all(value == version for value, version in seen)
     assert {host.version for host in hosts} == {10 if consistency.averages else 30}
 
 
 def test_log_entries_are_discarded_after_all_servers_replay_them():
-    hosts = servers_of(Vector(), 2, 2, Asynchronous())
+    hosts = create_servers(Vector(), 2, 2, Asynchronous())
     group = [Worker(Vector(), hosts, rank=rank) for rank in range(2)]
     for _ in range(50):
         for worker in group:
@@ -231,7 +231,7 @@ def test_log_entries_are_discarded_after_all_servers_replay_them():
     kind=st.sampled_from([BulkSynchronous(), StaleSynchronous(0), Asynchronous()]),
 )
 def test_a_gradient_that_is_not_finite_is_refused_everywhere(servers, where, value, kind):
-    hosts = servers_of(Vector(), servers, 2, kind)
+    hosts = create_servers(Vector(), servers, 2, kind)
     bad, good = (Worker(Vector(), hosts, rank=rank) for rank in range(2))
     for worker in (bad, good):
         worker.pull()
@@ -248,7 +248,7 @@ def test_a_gradient_that_is_not_finite_is_refused_everywhere(servers, where, val
 
 
 def test_push_refused_by_one_server_is_discarded_by_all(monkeypatch):
-    hosts = servers_of(Vector(), 2, 2, BulkSynchronous())
+    hosts = create_servers(Vector(), 2, 2, BulkSynchronous())
     bad, good = (Worker(Vector(), hosts, rank=rank) for rank in range(2))
     write, seconds = bad._payload.write, [0.3]
     writes_to_second_server = threading.Semaphore(0)
@@ -277,7 +277,7 @@ def test_push_refused_by_one_server_is_discarded_by_all(monkeypatch):
         assert worker.module.value() == 1
 
 
-def at_own_speed(worker, steps, seconds, folder):
+def train_at_own_speed(worker, steps, seconds, folder):
     wait_until_started(folder, worker, 2)
     for _ in range(steps):
         worker.pull()
@@ -290,7 +290,7 @@ def at_own_speed(worker, steps, seconds, folder):
 def test_run_waits_for_a_much_slower_worker(tmp_path):
     # The fast worker waits at the end for longer than the timeout; no step takes that long.
     result = run(
-        at_own_speed,
+        train_at_own_speed,
         Vector(),
         UNIT_SGD,
         Asynchronous(),
@@ -305,7 +305,7 @@ def test_run_waits_for_a_much_slower_worker(tmp_path):
 
 def test_a_server_that_keeps_a_worker_waiting_is_not_blamed(monkeypatch):
     monkeypatch.setattr("paramserver.server._KEEP_ALIVE_SECONDS", 0.1)
-    host = servers_of(Vector(), 1, 2, BulkSynchronous(), timeout=30.0)[0]
+    host = create_servers(Vector(), 1, 2, BulkSynchronous(), timeout=30.0)[0]
     channels = create_channel_pairs(["worker 0", "worker 1"], "server 0", host.shard.buffer_bytes)
     threads = serve(host, {w: pair[1] for w, pair in enumerate(channels)})
     slow, fast = (
@@ -329,7 +329,7 @@ def test_a_server_that_keeps_a_worker_waiting_is_not_blamed(monkeypatch):
 
 def test_a_worker_that_waits_for_a_third_is_not_silent():
     # Worker 2 is slow, and workers 0 and 1 wait for it; neither of the two may be blamed.
-    hosts = servers_of(Vector(), 1, 3, BulkSynchronous(), timeout=0.6)
+    hosts = create_servers(Vector(), 1, 3, BulkSynchronous(), timeout=0.6)
 
     def work(worker):
         for _ in range(1 if worker.rank == 0 else 3):
@@ -340,7 +340,7 @@ def test_a_worker_that_waits_for_a_third_is_not_silent():
         worker.finish()
 
     workers = [Worker(Vector(), hosts, rank=rank) for rank in range(3)]
-    in_threads(*(partial(work, worker) for worker in workers))
+    run_in_threads(*(partial(work, worker) for worker in workers))
     assert hosts[0].version == 3
 
 
@@ -421,7 +421,7 @@ def test_a_worker_that_rejoins_a_finished_job_waits_for_the_others_up_to_the_tim
     parameters = dict(module.named_parameters())
     server = Server(parameters, UNIT_SGD, consistency, workers=2, timeout=0.2, elastic=True)
     workers = [Worker(copy.deepcopy(module), [server], rank=rank) for rank in range(2)]
-    in_threads(*(worker.finish for worker in workers))
+    run_in_threads(*(worker.finish for worker in workers))
     restarted = Worker(module, [server], rank=0)
-    in_threads(restarted.finish)
+    run_in_threads(restarted.finish)
     assert not server.core.lost

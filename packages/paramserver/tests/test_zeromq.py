@@ -47,8 +47,8 @@ from paramserver.transport.zeromq_connection import Keys, ZeroMQConnection
 from paramserver_training import (
     SGD,
     assert_equal_parameters,
-    batch,
-    model,
+    build_model,
+    draw_batch,
     train_alone,
 )
 
@@ -146,7 +146,7 @@ def train_from_position(worker, steps, marker=None):
     """Train this rank up to step `steps`; worker 1 kills itself once, when it creates `marker`."""
     for step in range(worker.position, steps):
         worker.pull()
-        inputs, targets = batch(step, worker.rank)
+        inputs, targets = draw_batch(step, worker.rank)
         F.mse_loss(worker.module(inputs), targets).backward()
         if worker.rank == 1 and step == 3 and marker and not marker.exists():
             marker.touch()
@@ -159,7 +159,7 @@ def train_from_position(worker, steps, marker=None):
 def test_bulk_synchronous_steps_wait_for_a_restarted_worker(servers, tmp_path):
     result = run(
         train_from_position,
-        model(),
+        build_model(),
         SGD,
         args=(6, tmp_path / "marker"),
         workers=2,
@@ -177,7 +177,7 @@ def test_a_continued_run_equals_an_undisturbed_one(tmp_path):
     for steps in (3, 6):
         result = run(
             train_from_position,
-            model(),
+            build_model(),
             SGD,
             args=(steps,),
             workers=2,
@@ -276,8 +276,8 @@ def test_a_suspended_worker_requests_again_although_no_message_arrived(served, m
     monkeypatch.setattr(zeromq, "time", clock)
     monkeypatch.setattr(zeromq_connection, "time", clock)
     monkeypatch.setattr(zeromq_connection, "_RETRY_SECONDS", 0.1)
-    server = served(job_of())
-    with join_servers(job_of(), 0, [server.address]) as worker:
+    server = served(make_job())
+    with join_servers(make_job(), 0, [server.address]) as worker:
         server.stop()
         server.threads[-1].join()
         with ThreadPoolExecutor(1) as pool:
@@ -311,7 +311,7 @@ def test_a_worker_that_is_suspended_during_a_poll_requests_again(served, monkeyp
     jumps = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jumps[0])
     monkeypatch.setattr(zeromq_connection, "time", clock)
-    job = replace(job_of(), timeout=timeout)
+    job = replace(make_job(), timeout=timeout)
     server = served(job)
     with join_servers(job, 0, [server.address]) as worker:
         connection = worker._connections[0]
@@ -393,12 +393,12 @@ def served():
         server.close()
 
 
-def job_of(**options):
+def make_job(**options):
     return Job(count, Vector(), UNIT_SGD, Asynchronous(), workers=0, timeout=5.0, **options)
 
 
 def test_invalid_and_incomplete_messages_do_not_disturb_a_job(served):
-    server = served(job_of())
+    server = served(make_job())
     port = int(server.address.rsplit(":", 1)[1])
     slow = socket.create_connection(("127.0.0.1", port))
     slow.sendall(b"\xff\x00")  # the start of a greeting
@@ -419,12 +419,12 @@ def test_invalid_and_incomplete_messages_do_not_disturb_a_job(served):
         [b'[0,0,0,0,3,0,0,0,0,0,-1,-1,""]', *[b"x"] * 8],
     ):
         unknown.send_multipart(frames)
-    with join_servers(job_of(), 1, [server.address]) as worker:
+    with join_servers(make_job(), 1, [server.address]) as worker:
         assert count(worker, 5, 0.0) == 5
     unknown.close(linger=0)
     context.term()
     slow.close()
-    assert read_final_state(job_of(), [server.address])[0].version == 5
+    assert read_final_state(make_job(), [server.address])[0].version == 5
 
 
 def connect_raw(port):
@@ -440,7 +440,7 @@ def connect_raw(port):
 
 def test_a_frame_is_limited_before_it_is_stored(served):
     """A connection that announces a frame of more than 2 MiB is closed at once."""
-    server = served(job_of())
+    server = served(make_job())
     port = int(server.address.rsplit(":", 1)[1])
     largest = zeromq.CHUNK_BYTES + 2**20
     for size, is_closed in ((largest, False), (largest + 1, True), (2**62, True)):
@@ -453,13 +453,13 @@ def test_a_frame_is_limited_before_it_is_stored(served):
             else:
                 with pytest.raises(TimeoutError):
                     raw.recv(1)
-    with join_servers(job_of(), 0, [server.address]) as worker:
+    with join_servers(make_job(), 0, [server.address]) as worker:
         assert count(worker, 3, 0.0) == 3
 
 
 def test_a_message_of_many_frames_is_dropped(served):
-    server = served(job_of())
-    with join_servers(job_of(), 0, [server.address]) as worker:
+    server = served(make_job())
+    with join_servers(make_job(), 0, [server.address]) as worker:
         with zmq.Context() as context, context.socket(zmq.DEALER) as unknown:
             unknown.connect(server.address)
             unknown.send_multipart([b'[0,0,1,0,3,0,0,0,0,0,-1,-1,""]', *[b"x"] * 10_000])
@@ -469,22 +469,22 @@ def test_a_message_of_many_frames_is_dropped(served):
         assert count(worker, 3, 0.0) == 3
 
 
-def resident_bytes():
+def read_resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.parametrize("connections", [50, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_many_connections_neither_disturb_a_job_nor_remain(served, connections):
-    server = served(job_of())
+    server = served(make_job())
     port = int(server.address.rsplit(":", 1)[1])
     random_bytes = random.Random(0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        with join_servers(job_of(), 0, [server.address]) as worker:
+        with join_servers(make_job(), 0, [server.address]) as worker:
             count(worker, 2, 0.0)
             before = len(os.listdir("/proc/self/fd"))
-            resident = resident_bytes()
+            resident = read_resident_bytes()
             with ExitStack() as stack:
                 for i in range(connections):
                     raw = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
@@ -497,12 +497,12 @@ def test_many_connections_neither_disturb_a_job_nor_remain(served, connections):
             while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert len(os.listdir("/proc/self/fd")) <= before
-            assert resident_bytes() - resident < 2**25
+            assert read_resident_bytes() - resident < 2**25
             assert count(worker, 22, 0.0) == 22
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert server.core.ledger.members.keys() == {0}
-    assert read_final_state(job_of(), [server.address])[0].version == 22
+    assert read_final_state(make_job(), [server.address])[0].version == 22
 
 
 def test_only_workers_with_known_keys_may_join(served, monkeypatch):
@@ -510,12 +510,12 @@ def test_only_workers_with_known_keys_may_join(served, monkeypatch):
     (server_public, server_secret), (ours, our_secret), (theirs, their_secret) = (
         tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(3)
     )
-    server = served(job_of(), Keys(server_public, server_secret, workers={0: ours, 1: ours}))
+    server = served(make_job(), Keys(server_public, server_secret, workers={0: ours, 1: ours}))
     known = Keys(ours, our_secret, server_public)
-    with join_servers(job_of(), 0, [server.address], keys=known) as worker:
+    with join_servers(make_job(), 0, [server.address], keys=known) as worker:
         assert count(worker, 3, 0.0) == 3
     unknown = Keys(theirs, their_secret, server_public)
-    impatient = replace(job_of(), timeout=0.3)
+    impatient = replace(make_job(), timeout=0.3)
     for keys in (unknown, None):
         with (
             pytest.raises(PeerLost, match=r"was silent for 0\.3 s.*check that it knows this key"),
@@ -528,28 +528,30 @@ def test_a_key_may_act_only_as_its_ranks(served):
     (server_public, server_secret), (first, first_secret), (second, second_secret) = (
         tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(3)
     )
-    server = served(job_of(), Keys(server_public, server_secret, workers={0: first, 1: second}))
+    server = served(make_job(), Keys(server_public, server_secret, workers={0: first, 1: second}))
     of_first = Keys(first, first_secret, server_public)
     of_second = Keys(second, second_secret, server_public)
-    with join_servers(job_of(), 0, [server.address], keys=of_first) as worker:
+    with join_servers(make_job(), 0, [server.address], keys=of_first) as worker:
         count(worker, 2, 0.0)
         for rank in (0, 2):  # the rank of another worker, and a rank without a key
             with (
                 pytest.raises(ValueError, match=f"a rank of this key, got one of worker {rank}"),
-                join_servers(job_of(), rank, [server.address], keys=of_second),
+                join_servers(make_job(), rank, [server.address], keys=of_second),
             ):
                 pass
         session = worker._connections[0].session
         for kind in (Kind.READ, Kind.STAGE, Kind.LEAVE):
             with pytest.raises(ValueError, match="a rank of this key, got one of worker 0"):
-                request_as(0, session, server.address, of_second, Message(kind, epoch=1, clock=2))
+                send_request_as(
+                    0, session, server.address, of_second, Message(kind, epoch=1, clock=2)
+                )
         abort_as(0, session, server.address, of_second)  # has no effect
-        with join_servers(job_of(), 1, [server.address], keys=of_second) as other:
+        with join_servers(make_job(), 1, [server.address], keys=of_second) as other:
             count(other, 2, 0.0)
             other.leave()
             other.finish = lambda: None
         count(worker, 4, 0.0)
-        assert read_final_state(job_of(), [server.address], of_second)[0].version == 6
+        assert read_final_state(make_job(), [server.address], of_second)[0].version == 6
     assert server.core.ledger.members.keys() == {0, 1}
     assert server.core.ledger.members[0].epoch == 1
 
@@ -581,7 +583,7 @@ def test_a_later_chunk_of_another_key_is_ignored(tmp_path):
     server.close()
 
 
-def request_as(rank, session, address, keys, message):
+def send_request_as(rank, session, address, keys, message):
     """Send a request as the worker `rank`, in its session, with keys of another worker."""
     connection = ZeroMQConnection(address, rank, 0, session=1, keys=keys)
     connection.session = session
@@ -602,19 +604,19 @@ def abort_as(rank, session, address, keys):
 
 def test_rejoined_worker_continues_at_its_position(served):
     policy = LocalSteps(6, fragments=2)
-    job = Job(local_steps, nn.Linear(2, 2), UNIT_SGD, policy, workers=0, timeout=5.0)
+    job = Job(run_local_steps, nn.Linear(2, 2), UNIT_SGD, policy, workers=0, timeout=5.0)
     server = served(job)
     with join_servers(job, 3, [server.address]) as worker:
-        local_steps(worker, 7)  # two exchanges of three steps, and one step that is lost
+        run_local_steps(worker, 7)  # two exchanges of three steps, and one step that is lost
         worker.leave()
         worker.finish = lambda: None
     with join_servers(job, 3, [server.address]) as worker:
         assert worker.position == 6
-        local_steps(worker, 12)
+        run_local_steps(worker, 12)
         assert worker.position == 12
 
 
-def local_steps(worker, steps):
+def run_local_steps(worker, steps):
     for _ in range(worker.position, steps):
         worker.pull()
         worker.module(torch.ones(1, 2)).sum().backward()
@@ -684,8 +686,8 @@ def test_fsync_of_a_job_reaches_the_disk(tmp_path, monkeypatch):
         server.close()
         return len(synced)
 
-    assert syncs_per_join(job_of(), tmp_path / "a") == 0
-    assert syncs_per_join(job_of(fsync=True), tmp_path / "b") == 1
+    assert syncs_per_join(make_job(), tmp_path / "a") == 0
+    assert syncs_per_join(make_job(fsync=True), tmp_path / "b") == 1
 
 
 def test_options_of_a_job_reach_run_and_serve(tmp_path, monkeypatch):
@@ -709,7 +711,7 @@ def test_options_of_a_job_reach_run_and_serve(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="expected a journal with fsync=True"):
         run(count, Vector(), UNIT_SGD, transport="zeromq", fsync=True)
     monkeypatch.setattr(command_line, "open_server", capture)
-    monkeypatch.setattr(command_line, "_load_job", lambda _: job_of())
+    monkeypatch.setattr(command_line, "_load_job", lambda _: make_job())
     command = ["serve", "mine:job", "--address", "ipc://x", "--journal", str(tmp_path)]
     for options in ((), ("--fsync",), ("--allow-missing",)):
         assert command_line.main([*command, *options]) == 2
@@ -725,7 +727,7 @@ def test_command_line_names_the_argument_that_is_wrong(tmp_path, monkeypatch, ca
     serve = "--address", "ipc://x"
     for name in ("mine", "no_such_module:job", "math:job"):
         assert f"MODULE:FUNCTION, got '{name}'" in error_of("serve", name, *serve)
-    monkeypatch.setattr(command_line, "_load_job", lambda _: job_of())
+    monkeypatch.setattr(command_line, "_load_job", lambda _: make_job())
     for number in ("-1", "1"):
         error = error_of("serve", "mine:job", *serve, "--server", number)
         assert (
@@ -752,40 +754,40 @@ def test_command_line_names_the_argument_that_is_wrong(tmp_path, monkeypatch, ca
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "127.0.0.1.example.com", "localhost.example.com"])
 def test_an_open_address_needs_keys(host):
     with pytest.raises(ValueError, match="pass keys, or bind tcp://127"):
-        open_server(job_of(), 0, f"tcp://{host}:5555", journal=None)
+        open_server(make_job(), 0, f"tcp://{host}:5555", journal=None)
 
 
 def test_loopback_addresses_need_no_keys(served):
     for host in ("localhost", "127.0.0.2"):
-        address = served(job_of(), address=f"tcp://{host}:*").address
-        with join_servers(job_of(), 0, [address]) as worker:
+        address = served(make_job(), address=f"tcp://{host}:*").address
+        with join_servers(make_job(), 0, [address]) as worker:
             assert count(worker, 1, 0.0) == 1
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
 def test_an_address_that_is_taken_is_named(served, transport, tmp_path):
     new = "tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{tmp_path}/s"
-    address = served(job_of(), address=new).address
+    address = served(make_job(), address=new).address
     with pytest.raises(RuntimeError, match=f"listen at {address}: .*Address already in use"):
-        open_server(job_of(), 0, address, journal=None)
-    with join_servers(job_of(), 0, [address]) as worker:
+        open_server(make_job(), 0, address, journal=None)
+    with join_servers(make_job(), 0, [address]) as worker:
         assert count(worker, 1, 0.0) == 1
 
 
 def test_workers_join_and_leave_while_others_train(served):
-    server = served(job_of())
-    with join_servers(job_of(), 0, [server.address]) as first:
+    server = served(make_job())
+    with join_servers(make_job(), 0, [server.address]) as first:
         count(first, 3, 0.0)
-        with join_servers(job_of(), 1, [server.address]) as second:
+        with join_servers(make_job(), 1, [server.address]) as second:
             assert second.pull() >= 3
             assert second.module.x[0, 0] == 3  # it has caught up
             count(second, 4, 0.0)
             second.leave()
             second.finish = lambda: None
         count(first, 6, 0.0)
-    with join_servers(job_of(), 1, [server.address]) as rejoined:
+    with join_servers(make_job(), 1, [server.address]) as rejoined:
         assert rejoined.pushes == 4  # its position in the data
-    assert read_final_state(job_of(), [server.address])[0].version == 10
+    assert read_final_state(make_job(), [server.address])[0].version == 10
 
 
 def test_restarted_server_keeps_its_random_initial_parameters(tmp_path):

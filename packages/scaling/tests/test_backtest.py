@@ -35,7 +35,7 @@ from scaling.uncertainty.posterior import Prediction
 LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
 
 
-def bent_runs(seed, noise=3e-3):
+def draw_bent_runs(seed, noise=3e-3):
     """Return runs whose data exponent falls with scale, as in real tables, unlike any law."""
     runs = isoflop_runs(LAW, span=25)
     random = np.random.default_rng(seed)
@@ -133,7 +133,7 @@ def test_errors_explained_by_noise_leave_the_prior_drift():
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 def test_every_interval_beyond_the_runs_is_wider_than_that_of_noise(fit):
-    for of_runs in (fit_parametric(bent_runs(0)), fit):
+    for of_runs in (fit_parametric(draw_bent_runs(0)), fit):
         best, noise = of_runs.optimal(1e24).intervals, of_runs.posterior.optimal(1e24).intervals
         for name in ("parameters", "tokens", "loss"):
             assert best[name].low < noise[name].low
@@ -168,7 +168,7 @@ def test_backtest_of_too_few_runs_is_refused_with_the_reason():
         backtest(few, methods=("magic",))
 
 
-def real_sets():
+def iter_real_sets():
     """Yield all available tables, without the runs that their publishers marked as outliers."""
     table = FOLDER / "scaling" / "isoflop_tables.csv"
     with table.open() as file:
@@ -204,13 +204,13 @@ def test_intervals_from_small_chinchilla_runs_cover_the_full_fit(count):
         assert row.replace("e+", "e") in README
 
 
-def log_width(fit, compute):
+def compute_log_width(fit, compute):
     """Return the log width of the interval of the best size."""
     interval = fit.optimal(compute).intervals["parameters"]
     return math.log(interval.high / interval.low)
 
 
-def answers_with_runs_dropped(fit_runs, part, draws):
+def iter_answers_with_runs_dropped(fit_runs, part, draws):
     """Yield the intervals of a fit before and after runs are dropped, at three budgets.
 
     The largest run is dropped, or three random runs. The first item is the smaller number of
@@ -232,7 +232,7 @@ def answers_with_runs_dropped(fit_runs, part, draws):
             yield budgets, whole.optimal(compute).intervals, smaller.optimal(compute).intervals
 
 
-def log_widths(before, after, name):
+def compute_log_widths(before, after, name):
     """Return the log widths of an interval in both answers; inf if it is (0, inf)."""
     pair = (before[name], after[name])
     return np.array([math.log(i.high / i.low) if i.low else math.inf for i in pair])
@@ -256,20 +256,20 @@ def test_interval_is_stable_when_three_runs_are_dropped(tables, fractions, draws
     losses = []
     valleys = []
     few_valleys = []
-    for runs in list(more_real_sets())[tables]:
+    for runs in list(iter_more_real_sets())[tables]:
         order = np.argsort(runs.compute, kind="stable")
         for fraction in fractions:
             part = runs[order[: round(fraction * len(runs))]]
             if len(part) < 40:
                 continue
-            for _, *answers in answers_with_runs_dropped(fit_parametric, part, draws):
-                sizes.append(np.exp(np.ptp(log_widths(*answers, "parameters"))))
-                widths = log_widths(*answers, "loss")
+            for _, *answers in iter_answers_with_runs_dropped(fit_parametric, part, draws):
+                sizes.append(np.exp(np.ptp(compute_log_widths(*answers, "parameters"))))
+                widths = compute_log_widths(*answers, "loss")
                 losses.append(widths.max() / widths.min())
-            for budgets, *answers in answers_with_runs_dropped(fit_isoflop, part, draws):
+            for budgets, *answers in iter_answers_with_runs_dropped(fit_isoflop, part, draws):
                 if budgets < 3:  # The interval of two budgets is (0, inf).
                     continue
-                change = np.exp(np.ptp(log_widths(*answers, "parameters")))
+                change = np.exp(np.ptp(compute_log_widths(*answers, "parameters")))
                 (valleys if budgets >= 5 else few_valleys).append(change)
     for changes, largest in ((sizes, 3.1), (losses, 1.6), (valleys, 1.6)):
         assert np.mean(np.array(changes) < 1.5) >= 0.99
@@ -291,17 +291,17 @@ def test_width_of_few_runs_changes_by_the_stated_factors():
     for count in (34, 20):
         part = runs[np.argsort(runs.compute, kind="stable")[:count]]
         compute = 10 * float(part.compute.max())
-        whole = log_width(fit_parametric(part), compute)
+        whole = compute_log_width(fit_parametric(part), compute)
         subsets = [np.random.default_rng(seed).permutation(count)[:-3] for seed in range(6)]
         for i, subset in enumerate([np.arange(count - 1), *map(np.sort, subsets)]):
-            width = log_width(fit_parametric(part[subset]), compute)
+            width = compute_log_width(fit_parametric(part[subset]), compute)
             changes[count, i] = math.exp(abs(width - whole))
     assert changes[34, 0] == pytest.approx(2.2, abs=0.05)
     assert max(changes[34, i] for i in range(1, 7)) == pytest.approx(1.3, abs=0.05)
     assert max(changes[20, i] for i in range(1, 7)) == pytest.approx(2.1, abs=0.05)
 
 
-def runs_of_exact_law(part, seed):
+def draw_runs_of_exact_law(part, seed):
     """Return runs of the fitted law with Gaussian noise of the residuals' standard deviation."""
     mean = fit_parametric(part).law.predict(part.parameters, part.tokens)
     deviation = math.sqrt(np.sum(np.log(part.loss / mean) ** 2) / (len(part) - 5))
@@ -328,24 +328,24 @@ def runs_of_exact_law(part, seed):
 )
 def test_width_of_exact_laws_changes_as_that_of_real_tables(table, count, factor, seeds, stated):
     """The README states the median over three generated tables of the largest change."""
-    runs = list(more_real_sets())[table]
+    runs = list(iter_more_real_sets())[table]
     part = runs[np.argsort(runs.compute, kind="stable")[:count]]
     compute = factor * float(part.compute.max())
     subsets = [np.sort(np.random.default_rng(s).permutation(count)[:-3]) for s in seeds]
     largest = []
     for seed in range(1000, 1003):
-        exact = runs_of_exact_law(part, seed)
-        width = log_width(fit_parametric(exact), compute)
+        exact = draw_runs_of_exact_law(part, seed)
+        width = compute_log_width(fit_parametric(exact), compute)
         changes = []
         for subset in subsets or [np.arange(count - 1)]:
-            changes.append(abs(log_width(fit_parametric(exact[subset]), compute) - width))
+            changes.append(abs(compute_log_width(fit_parametric(exact[subset]), compute) - width))
         largest.append(math.exp(max(changes)))
     assert stated.format(f"{np.median(largest):.1f}") in " ".join(README.split())
 
 
-def more_real_sets():
+def iter_more_real_sets():
     """Yield the tables of `real_sets`, tables that were tuned less, and a sweep of settings."""
-    yield from real_sets()
+    yield from iter_real_sets()
     table = FOLDER / "scaling" / "porian.csv"
     with table.open() as file:
         names = sorted({row["set"] for row in csv.DictReader(file)})
@@ -354,21 +354,21 @@ def more_real_sets():
     yield load_runs(FOLDER / "scaling" / "step_dense.csv", columns={"loss": "smooth loss"})
 
 
-def cuts_of(runs, fit_runs):
+def iter_cuts(runs, fit_runs):
     """Yield a fit of the runs below each of three cuts, the later runs and the later optimum."""
     compute = 6 * runs.parameters * runs.tokens
     top = float(compute.max())
-    whole = identified_fit(fit_runs, runs)
+    whole = fit_if_identified(fit_runs, runs)
     if whole is None:
         return
     truth = getattr(whole, "law", whole).optimal(top).parameters
     for below in select_below_cuts(compute, (0.4, 0.6, 0.8)):
-        fit = identified_fit(fit_runs, runs[below])
+        fit = fit_if_identified(fit_runs, runs[below])
         if fit is not None:
             yield fit, runs[~below], top, truth
 
 
-def identified_fit(fit_runs, runs):
+def fit_if_identified(fit_runs, runs):
     """Return the fit of runs that identify a law; otherwise None."""
     try:
         fit = fit_runs(runs)
@@ -377,7 +377,7 @@ def identified_fit(fit_runs, runs):
     return None if fit.unidentified else fit
 
 
-def size_coverage(fit, later, top, truth, prior):
+def compute_size_coverage(fit, later, top, truth, prior):
     """Return 1.0 if the interval of the optimum contains the later one with this prior drift."""
     if isinstance(fit, IsoflopFit):
         scaled = dataclasses.replace(fit, drift=fit.drift * prior / PRIOR_VALLEY_DRIFT)
@@ -388,7 +388,7 @@ def size_coverage(fit, later, top, truth, prior):
     return float(truth in drift.widen(fit.posterior.optimal(top)).intervals["parameters"])
 
 
-def loss_coverage(fit, later, top, truth, factor):
+def compute_loss_coverage(fit, later, top, truth, factor):
     """Return the fraction of later losses inside their intervals with this `RUN_NOISE_FACTOR`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("scaling.uncertainty.drift.RUN_NOISE_FACTOR", factor)
@@ -396,7 +396,7 @@ def loss_coverage(fit, later, top, truth, factor):
         return np.mean([loss in fit.predict(float(n), float(d)).interval for n, d, loss in models])
 
 
-def coverage_of_tables_left_out(tables, measure, grid):
+def compute_coverage_of_tables_left_out(tables, measure, grid):
     """Return the mean coverage of each table with the constant that suits the other tables."""
     curves = [[np.mean([measure(*cut, x) for cut in table]) for x in grid] for table in tables]
     covered = []
@@ -415,15 +415,17 @@ def coverage_of_tables_left_out(tables, measure, grid):
 )
 def test_intervals_cover_later_runs_of_tables_not_used_for_calibration():
     """The constants of drift.py and the coverage that is printed with an interval are measured."""
-    sets = list(more_real_sets())
-    parametric = [table for runs in sets if (table := list(cuts_of(runs, fit_parametric)))]
-    isoflop = [table for runs in sets if (table := list(cuts_of(runs, fit_isoflop)))]
+    sets = list(iter_more_real_sets())
+    parametric = [table for runs in sets if (table := list(iter_cuts(runs, fit_parametric)))]
+    isoflop = [table for runs in sets if (table := list(iter_cuts(runs, fit_isoflop)))]
     assert (len(parametric), len(isoflop)) == (19, 17)
     drifts = np.arange(0.1, 0.8, 0.02)
-    sizes, prior = coverage_of_tables_left_out(parametric, size_coverage, drifts)
-    valleys, prior_of_valleys = coverage_of_tables_left_out(isoflop, size_coverage, drifts)
+    sizes, prior = compute_coverage_of_tables_left_out(parametric, compute_size_coverage, drifts)
+    valleys, prior_of_valleys = compute_coverage_of_tables_left_out(
+        isoflop, compute_size_coverage, drifts
+    )
     factors = np.arange(1.5, 2.6, 0.1)
-    losses, factor = coverage_of_tables_left_out(parametric, loss_coverage, factors)
+    losses, factor = compute_coverage_of_tables_left_out(parametric, compute_loss_coverage, factors)
     for covered in (sizes, valleys, losses):
         assert 0.90 <= covered <= 0.98
     assert prior == pytest.approx(PRIOR_SIZE_DRIFT, abs=0.03)
@@ -451,11 +453,11 @@ KINDS_OF_TABLES = (range(7), range(7, 18), range(18, 19))
 def test_readme_states_the_largest_errors_of_each_kind_of_table(tables):
     """The error of the best size, in logarithms per decade beyond the largest fitted run."""
     errors = {}
-    for i, runs in enumerate(more_real_sets()):
+    for i, runs in enumerate(iter_more_real_sets()):
         if i not in tables:
             continue
         of_cuts = []
-        for fit, _, top, truth in cuts_of(runs, fit_parametric):
+        for fit, _, top, truth in iter_cuts(runs, fit_parametric):
             decades = math.log10(top / float((6 * fit.runs.parameters * fit.runs.tokens).max()))
             of_cuts.append(abs(math.log(fit.law.optimal(top).parameters / truth)) / decades)
         errors[i] = max(of_cuts)
@@ -482,7 +484,7 @@ def test_readme_states_the_coverage_that_is_printed():
     assert f"typical drift of published tables, which is {PRIOR_SIZE_DRIFT} in log N" in README
 
 
-def untuned_sets():
+def iter_untuned_sets():
     """Yield tables that became available after all constants had been set."""
     table = FOLDER / "scaling" / "untuned_isoflops.csv"
     for name in ("misfitting__fineweb_c4__transformer", "marin_202603__comma__llama_2"):
@@ -505,12 +507,14 @@ def test_intervals_cover_later_runs_of_tables_nobody_tuned_on():
     """The README's numbers are those of three cuts of three tables by both methods."""
     sizes = []
     losses = []
-    for runs in untuned_sets():
-        parametric = list(cuts_of(runs, fit_parametric))
-        for cut in [*parametric, *cuts_of(runs, fit_isoflop)]:
+    for runs in iter_untuned_sets():
+        parametric = list(iter_cuts(runs, fit_parametric))
+        for cut in [*parametric, *iter_cuts(runs, fit_isoflop)]:
             prior = PRIOR_VALLEY_DRIFT if isinstance(cut[0], IsoflopFit) else PRIOR_SIZE_DRIFT
-            sizes.append(size_coverage(*cut, prior))
-        losses.append(np.mean([loss_coverage(*cut, RUN_NOISE_FACTOR) for cut in parametric]))
+            sizes.append(compute_size_coverage(*cut, prior))
+        losses.append(
+            np.mean([compute_loss_coverage(*cut, RUN_NOISE_FACTOR) for cut in parametric])
+        )
     of_sizes, of_losses = (README.split(f"| {name} | ")[1] for name in UNTUNED_TABLES)
     assert of_sizes.startswith(
         f"best size, both fits | {np.sum(sizes):.0f} of {len(sizes)} later optima |"
@@ -533,9 +537,9 @@ def test_intervals_cover_later_runs_of_the_olmo_ladder(text):
     columns = {"loss": f"eval/{text}-validation/CrossEntropyLoss"}
     runs = load_runs(FOLDER / "scaling" / "olmo_ladder.csv", columns=columns)
     assert len(runs) == 30
-    cuts = list(cuts_of(runs, fit_parametric))
-    assert [size_coverage(*cut, PRIOR_SIZE_DRIFT) for cut in cuts] == [1.0] * 3
-    assert [loss_coverage(*cut, RUN_NOISE_FACTOR) for cut in cuts] == [1.0] * 3
+    cuts = list(iter_cuts(runs, fit_parametric))
+    assert [compute_size_coverage(*cut, PRIOR_SIZE_DRIFT) for cut in cuts] == [1.0] * 3
+    assert [compute_loss_coverage(*cut, RUN_NOISE_FACTOR) for cut in cuts] == [1.0] * 3
 
 
 @pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")

@@ -21,7 +21,7 @@ def test_sgd_on_linear_regression_follows_the_exact_law():
     np.testing.assert_allclose(sweep.best_rates, exact_rate(sweep.batch_sizes, 64), rtol=0.05)
 
 
-def exact_loss(rates, batch_size, dimension, *, steps, noise=0.0):
+def compute_exact_loss(rates, batch_size, dimension, *, steps, noise=0.0):
     """Return E|w - w*|^2 / 2 after `steps` of SGD from |w - w*|^2 = d, with label noise."""
     factor = 1 - 2 * rates + rates**2 * (1 + (dimension + 1) / batch_size)
     v = np.full_like(rates, dimension)
@@ -38,14 +38,14 @@ def test_simulated_curve_is_the_exact_recursion(noise):
         rates=rates, batch_sizes=(8, 16), seeds=1000, steps=6, dimension=16, noise=noise
     )
     for b, curve in zip((8, 16), sweep.loss, strict=True):
-        exact = exact_loss(rates, b, 16, steps=6, noise=noise)
+        exact = compute_exact_loss(rates, b, 16, steps=6, noise=noise)
         np.testing.assert_allclose(curve, exact, rtol=0.03)
 
 
 def test_label_noise_lowers_the_best_rate_as_the_recursion_says():
     sweep = sweep_learning_rate(batch_sizes=(4, 16), seeds=200, steps=10, dimension=16, noise=4.0)
     grid = np.geomspace(1e-3, 2, 5001)
-    curves = [exact_loss(grid, b, 16, steps=10, noise=4.0) for b in (4, 16)]
+    curves = [compute_exact_loss(grid, b, 16, steps=10, noise=4.0) for b in (4, 16)]
     exact = np.array([grid[np.argmin(curve)] for curve in curves])
     np.testing.assert_allclose(sweep.best_rates, exact, rtol=0.05)
     assert (exact < 0.9 * exact_rate(sweep.batch_sizes, 16)).all()
@@ -159,7 +159,7 @@ def test_best_rates_at_large_batch_sizes_err_by_the_stated_percentage(seeds):
         assert np.mean(covered) < 0.5
 
 
-def quadratic(rate, batch_size, seed):
+def compute_quadratic(rate, batch_size, seed):
     """Return a noisy loss whose best rate is 0.1 sqrt(B)."""
     best = 0.1 * batch_size**0.5
     noise = np.random.default_rng([seed, batch_size, round(1e6 * rate)]).normal()
@@ -171,13 +171,13 @@ RATES, SIZES = np.geomspace(1e-3, 10, 25), (1, 4, 16, 64, 256)
 
 
 def test_any_function_is_a_task():
-    sweep = sweep_learning_rate(quadratic, rates=RATES, batch_sizes=SIZES, seeds=4)
+    sweep = sweep_learning_rate(compute_quadratic, rates=RATES, batch_sizes=SIZES, seeds=4)
     np.testing.assert_allclose(sweep.best_rates, 0.1 * np.sqrt(SIZES), rtol=0.15)
     assert sweep.task == "quadratic"
     assert sweep.runs == 25 * 5 * 4
     assert all(b in i for b, i in zip(sweep.best_rates, sweep.intervals, strict=True))
     with pytest.raises(ValueError, match="expected rates and batch_sizes with a function"):
-        sweep_learning_rate(quadratic)
+        sweep_learning_rate(compute_quadratic)
     with pytest.raises(
         ValueError, match=r"expected positive losses .*, got -1 at rate 0\.001, batch size 1"
     ):
@@ -186,7 +186,7 @@ def test_any_function_is_a_task():
 
 def test_table_of_runs_is_a_sweep(tmp_path):
     rows = [
-        {"learning_rate": r, "batch_size": b, "final_loss": quadratic(r, b, seed)}
+        {"learning_rate": r, "batch_size": b, "final_loss": compute_quadratic(r, b, seed)}
         for b in SIZES
         for r in RATES
         for seed in range(3)

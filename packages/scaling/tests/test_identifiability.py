@@ -59,7 +59,7 @@ DESIGNS = {
 }
 
 
-def runs_of(n, d, jitter, noise, seed=0):
+def draw_runs(n, d, jitter, noise, seed=0):
     random = np.random.default_rng(seed)
     n = n * np.exp(jitter * random.uniform(-1, 1, len(n)))
     d = d * np.exp(jitter * random.uniform(-1, 1, len(d)))
@@ -75,9 +75,9 @@ def test_design_that_does_not_identify_the_law_gives_unbounded_intervals_and_the
     name, noise, jitter
 ):
     n, d, cause = DESIGNS[name]
-    runs = runs_of(n, d, jitter, noise)
+    runs = draw_runs(n, d, jitter, noise)
     if np.ptp(runs.loss) == 0:
-        runs = runs_of(n, d, jitter, 1e-6)
+        runs = draw_runs(n, d, jitter, 1e-6)
     cause = f"do not identify a law: .*{cause}"
     with pytest.raises(ValueError, match=cause):
         fit_law("chinchilla", runs)
@@ -109,7 +109,7 @@ def require_unbounded(fit):
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 def test_nothing_shows_an_arbitrary_law_of_runs_that_do_not_identify_it():
     """The numbers of the fit are nan, and everything that depends on the law raises the cause."""
-    runs = runs_of(SIZES, 20 * SIZES, 0.0, 5e-3)
+    runs = draw_runs(SIZES, 20 * SIZES, 0.0, 5e-3)
     fit = fit_parametric(runs, prove=True)
     assert np.isnan([*fit.law.constants, fit.objective, *fit.residuals]).all()
     assert np.isnan([fit.law.exponent, fit.law.predict(1e9, 2e10)]).all()
@@ -215,7 +215,7 @@ def test_law_of_as_many_rows_as_constants_states_the_reason():
 
 
 def test_one_run_off_the_line_does_not_identify_the_law():
-    runs = runs_of(np.r_[SIZES, 1e9], np.r_[20 * SIZES, 1e9], 0.0, 1e-3)
+    runs = draw_runs(np.r_[SIZES, 1e9], np.r_[20 * SIZES, 1e9], 0.0, 1e-3)
     with pytest.warns(ScalingWarning, match="cannot be told apart"):
         fit = fit_parametric(runs)
     require_unbounded(fit)
@@ -235,7 +235,7 @@ def test_intervals_of_designs_near_the_bound_cover_the_truth():
     covered = []
     for jitter in (0.05, 0.1, 0.2, 0.5):
         for seed in range(2):
-            fit = fit_parametric(runs_of(SIZES, 20 * SIZES, jitter, 1e-3, seed))
+            fit = fit_parametric(draw_runs(SIZES, 20 * SIZES, jitter, 1e-3, seed))
             covered.append(truth in fit.optimal(1e22).intervals["parameters"])
             unbounded += bool(fit.unidentified)
     assert 1 <= unbounded <= len(covered) - 3
@@ -255,7 +255,7 @@ def test_published_designs_are_far_from_the_bound():
 
 
 def test_numbers_replace_exponents_that_the_runs_do_not_identify():
-    runs = runs_of(SIZES, 20 * SIZES, 0.0, 0.0)
+    runs = draw_runs(SIZES, 20 * SIZES, 0.0, 0.0)
     terms = {"E": "0", "A": "-0.34 * log(parameters)", "B": "-0.28 * log(tokens)"}
     fit = fit_law(Form("amplitudes", ["parameters", "tokens"], terms, {}), runs)
     assert fit.constants["E"] == pytest.approx(LAW.E, rel=1e-3)

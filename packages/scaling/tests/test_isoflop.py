@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def quiet(runs, *arguments, **options):
+def fit_quietly(runs, *arguments, **options):
     """Fit without warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScalingWarning)
@@ -23,8 +23,8 @@ def quiet(runs, *arguments, **options):
 
 
 @cache
-def noisy_fit(seed):
-    return quiet(isoflop_runs(CHINCHILLA, noise=3e-3, seed=seed))
+def fit_noisy_runs(seed):
+    return fit_quietly(isoflop_runs(CHINCHILLA, noise=3e-3, seed=seed))
 
 
 exponents = st.floats(0.05, 1.0)
@@ -42,7 +42,9 @@ constants = st.floats(10, 5000)
     shift=st.sampled_from([0.5, 1, 2]),
 )
 def test_default_is_within_one_percent_for_any_law_and_grid(law, span, per_budget, shift):
-    best = quiet(isoflop_runs(law, span=span, per_budget=per_budget, shift=shift)).optimal(1e24)
+    best = fit_quietly(isoflop_runs(law, span=span, per_budget=per_budget, shift=shift)).optimal(
+        1e24
+    )
     assert best.parameters == pytest.approx(law.optimal(1e24).parameters, rel=0.01)
 
 
@@ -62,7 +64,7 @@ def test_common_shape_halves_the_error_of_a_parabola_per_budget():
     for seed in range(8):
         runs = isoflop_runs(law, noise=1e-3, seed=seed)
         for name, nearest in (("shared", None), ("plain", 8)):
-            best = quiet(runs, nearest=nearest).optimal(1e24)
+            best = fit_quietly(runs, nearest=nearest).optimal(1e24)
             error[name].append(np.log(best.parameters) - truth)
     rms = {name: np.sqrt(np.mean(np.square(e))) for name, e in error.items()}
     assert rms["shared"] < 0.5 * rms["plain"]
@@ -77,7 +79,7 @@ alike = st.tuples(st.floats(0.25, 0.45), st.floats(-0.08, 0.08)).map(lambda p: (
 @given(exponents=alike, a=st.floats(50, 3000), b=st.floats(50, 3000), e=st.floats(0.5, 3))
 def test_parabola_of_the_five_nearest_runs_is_within_one_percent(exponents, a, b, e):
     law = Law(e, a, b, *exponents)
-    best = quiet(isoflop_runs(law, span=25), nearest=5).optimal(1e24)
+    best = fit_quietly(isoflop_runs(law, span=25), nearest=5).optimal(1e24)
     assert best.parameters == pytest.approx(law.optimal(1e24).parameters, rel=0.01)
 
 
@@ -87,7 +89,7 @@ def test_exact_parabola_is_recovered():
     loss = np.concatenate([3 + 0.1 * (u - 0.2) ** 2] * 3)
     runs = load_runs({"N": n, "C": np.repeat([1e18, 1e20, 1e22], 6), "loss": loss})
     for nearest, within in ((6, 1e-8), (None, 1e-5)):
-        fit = quiet(runs, nearest=nearest)
+        fit = fit_quietly(runs, nearest=nearest)
         assert fit.exponent == pytest.approx(0.5, abs=1e-9)
         assert fit.optimal(1e24).parameters == pytest.approx(1e12 * np.exp(0.2), rel=within)
         assert [v.loss for v in fit.valleys] == pytest.approx([3, 3, 3])
@@ -103,7 +105,7 @@ def test_best_run_of_each_budget_is_misleading():
     truth = CHINCHILLA.optimal(1e24).parameters
     # The shortcut misses by a factor of two to four, although the runs have no noise.
     assert 1.9 < truth / fit_shortcut(runs, "minimum-offset")(1e24) < 4
-    assert quiet(runs).optimal(1e24).parameters == pytest.approx(truth, rel=0.01)
+    assert fit_quietly(runs).optimal(1e24).parameters == pytest.approx(truth, rel=0.01)
 
 
 def test_minimum_at_an_edge_and_coarse_grid_are_reported():
@@ -142,25 +144,25 @@ def test_two_budgets_have_no_scatter_and_an_infinite_interval():
     ],
 )
 def test_isoflop_interval_covers_the_truth_at_its_level(sets, least, most):
-    assert least <= coverage(CHINCHILLA, sets)[0] <= most
+    assert least <= count_coverage(CHINCHILLA, sets)[0] <= most
 
 
 def test_exponent_interval_covers_the_truth():
     """At a coverage of 95 %, fewer than 9 of 12 have a probability of 0.2 %."""
     covered = 0
     for seed in range(12):
-        fit = noisy_fit(seed)
+        fit = fit_noisy_runs(seed)
         assert fit.exponent in fit.exponent_interval
         covered += CHINCHILLA.exponent in fit.exponent_interval
     assert covered >= 9
-    two = quiet(isoflop_runs(budgets=[1e19, 1e20]))
+    two = fit_quietly(isoflop_runs(budgets=[1e19, 1e20]))
     assert (two.exponent_interval.low, two.exponent_interval.high) == (-np.inf, np.inf)
 
 
 SKEWED = Law(1.8, 300, 900, 0.25, 0.45)
 
 
-def coverage(law, sets, nearest=None, **grid):
+def count_coverage(law, sets, nearest=None, **grid):
     """Return how many intervals of noise alone cover the best size at 1e24, and the RMS error.
 
     The drift is set to zero, because these runs follow the law.
@@ -170,9 +172,9 @@ def coverage(law, sets, nearest=None, **grid):
     errors = []
     for seed in range(sets):
         if law == CHINCHILLA and nearest is None and not grid:
-            fit = noisy_fit(seed)
+            fit = fit_noisy_runs(seed)
         else:
-            fit = quiet(isoflop_runs(law, noise=3e-3, seed=seed, **grid), nearest=nearest)
+            fit = fit_quietly(isoflop_runs(law, noise=3e-3, seed=seed, **grid), nearest=nearest)
         fit = dataclasses.replace(fit, drift=0.0)
         with warnings.catch_warnings():
             # At four runs per budget some intervals are so wide that they issue a warning.
@@ -199,26 +201,26 @@ def test_interval_covers_the_truth_at_four_runs_per_budget(law, budgets):
     than 9 of 12 have a probability of 0.2 %, and at 50 % more than 8 have one of 7 %.
     """
     compute = np.geomspace(6e18, 3e21, budgets)
-    inside, _ = coverage(law, 12, budgets=compute, per_budget=4, span=25)
+    inside, _ = count_coverage(law, 12, budgets=compute, per_budget=4, span=25)
     assert inside >= 9
 
 
 def test_wide_grids_do_not_bias_the_common_shape():
     """Six tables; the exhaustive test below compares forty with a parabola."""
     grid = {"budgets": np.geomspace(6e18, 3e21, 6), "per_budget": 6}
-    assert coverage(SKEWED, 6, **grid, span=100.0)[0] >= 4  # the 0.2 % quantile at 95 %
+    assert count_coverage(SKEWED, 6, **grid, span=100.0)[0] >= 4  # the 0.2 % quantile at 95 %
 
 
 @pytest.mark.exhaustive
 def test_wide_and_off_center_grids_do_not_bias_the_common_shape():
     """A parabola is biased on such grids, with a narrow interval (arXiv 2603.22339)."""
     grid = {"budgets": np.geomspace(6e18, 3e21, 6), "per_budget": 6}
-    inside, error = coverage(SKEWED, 40, **grid, span=100.0)
-    plain, biased = coverage(SKEWED, 40, 100, **grid, span=100.0)
+    inside, error = count_coverage(SKEWED, 40, **grid, span=100.0)
+    plain, biased = count_coverage(SKEWED, 40, 100, **grid, span=100.0)
     assert inside >= 33
     assert plain < 33
     assert error < 0.6 * biased
-    assert coverage(SKEWED, 40, **grid, span=25.0, shift=2.5)[0] >= 33
+    assert count_coverage(SKEWED, 40, **grid, span=25.0, shift=2.5)[0] >= 33
 
 
 @pytest.mark.exhaustive
@@ -232,13 +234,13 @@ def test_isoflop_intervals_cover_the_truth_on_any_grid(law, per_budget, budgets)
     information even if valleys are symmetric, which costs up to 6 % more error.
     """
     grid = {"budgets": np.geomspace(6e18, 3e21, budgets), "per_budget": per_budget, "span": 25.0}
-    inside, error = coverage(law, 600, **grid)
+    inside, error = count_coverage(law, 600, **grid)
     assert 0.92 * 600 <= inside <= 0.98 * 600
-    assert error <= (1.02 if per_budget > 4 else 1.08) * coverage(law, 600, 100, **grid)[1]
+    assert error <= (1.02 if per_budget > 4 else 1.08) * count_coverage(law, 600, 100, **grid)[1]
 
 
 def test_three_runs_per_budget_use_plain_parabolas_with_a_warning():
-    fit = quiet(isoflop_runs(per_budget=3, span=9))
+    fit = fit_quietly(isoflop_runs(per_budget=3, span=9))
     assert any("too few for a skew" in doubt for doubt in fit.warnings)
     assert fit.valleys[0].shape is None
 
@@ -256,8 +258,8 @@ def test_seeds_of_one_size_are_one_point_of_the_grid(grid, message):
     columns = {"N": once.parameters, "D": once.tokens, "loss": once.loss}
     seeds = [{**columns, "loss": once.loss * factor} for factor in (1.0, 0.9995, 1.0005)]
     runs = load_runs({name: np.concatenate([seed[name] for seed in seeds]) for name in columns})
-    assert any(message in doubt for doubt in quiet(once).warnings)
-    assert any(message in doubt for doubt in quiet(runs).warnings)
+    assert any(message in doubt for doubt in fit_quietly(once).warnings)
+    assert any(message in doubt for doubt in fit_quietly(runs).warnings)
 
 
 @pytest.mark.parametrize("nearest", [None, 8])
@@ -265,10 +267,10 @@ def test_equal_losses_of_a_budget_have_no_valley(nearest):
     """Rounding would determine the bottom, with an interval of no width."""
     runs = isoflop_runs()
     rounded = dataclasses.replace(runs, loss=np.where(runs.compute < 1e19, 3.0, runs.loss))
-    fit = quiet(rounded, nearest=nearest)
+    fit = fit_quietly(rounded, nearest=nearest)
     assert any("equal losses do not fix a valley; left out" in m for m in fit.warnings)
     assert len(fit.valleys) == 8
-    nowhere = quiet(dataclasses.replace(runs, loss=np.full(72, 3.0)), nearest=nearest)
+    nowhere = fit_quietly(dataclasses.replace(runs, loss=np.full(72, 3.0)), nearest=nearest)
     assert "equal losses do not fix a valley" in nowhere.unidentified
 
 
@@ -295,16 +297,16 @@ def test_best_tokens_follow_the_runs_if_compute_is_not_6_n_d(nearest, trend):
     columns = {"N": exact.parameters, "C": exact.compute, "loss": loss}
     with pytest.warns(ScalingWarning, match="not 6 N D"):
         runs = load_runs({**columns, "D": tokens})
-    best = quiet(runs, nearest=nearest).optimal(3e21)
-    assumed = quiet(load_runs(columns), nearest=nearest).optimal(3e21)
+    best = fit_quietly(runs, nearest=nearest).optimal(3e21)
+    assumed = fit_quietly(load_runs(columns), nearest=nearest).optimal(3e21)
     assert best.parameters == assumed.parameters
     ratio = 1.3 * (best.parameters / 1e9) ** -trend
     assert best.tokens == pytest.approx(assumed.tokens / ratio, rel=0.02)
     for name, of in (("tokens", best), ("parameters", best)):
         assert getattr(of, name) in of.intervals[name]
     # Beyond the largest budget its ratio is used.
-    beyond = quiet(runs, nearest=nearest).optimal(3e22)
-    last = quiet(runs, nearest=nearest).valleys[-1]
+    beyond = fit_quietly(runs, nearest=nearest).optimal(3e22)
+    last = fit_quietly(runs, nearest=nearest).valleys[-1]
     assert 3e22 / (beyond.parameters * beyond.tokens) == pytest.approx(
         last.compute / (last.parameters * last.tokens)
     )

@@ -20,7 +20,7 @@ laws = st.builds(
 )
 
 
-def by_search(law: Law, compute: float) -> float:
+def search_least_loss(law: Law, compute: float) -> float:
     """Return the least loss over sizes by a search."""
 
     def loss(log_n):
@@ -39,7 +39,7 @@ def test_closed_form_optimum_agrees_with_a_search(law, exponent):
     compute = 10.0**exponent
     best = law.optimal(compute)
     assert 6 * best.parameters * best.tokens == pytest.approx(compute, rel=1e-9)
-    assert best.loss <= by_search(law, compute) * (1 + 1e-10)
+    assert best.loss <= search_least_loss(law, compute) * (1 + 1e-10)
 
 
 def test_optimum_of_the_rounded_chinchilla_constants():

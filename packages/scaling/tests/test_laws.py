@@ -23,7 +23,7 @@ RANGES = {
 }
 
 
-def table(form, noise=0.0, count=120):
+def draw_table(form, noise=0.0, count=120):
     random = np.random.default_rng(1)
     rows = {k: np.exp(random.uniform(*np.log(RANGES[k]), count)) for k in form.inputs}
     y = form.predict(form.published, **rows)
@@ -33,13 +33,13 @@ def table(form, noise=0.0, count=120):
 @pytest.mark.parametrize("name", CATALOG)
 def test_published_constants_of_every_law_are_reproduced(name):
     form = CATALOG[name]
-    fit = fit_law(name, table(form))
+    fit = fit_law(name, draw_table(form))
     for constant, value in form.published.items():
         assert fit.constants[constant] == pytest.approx(value, rel=1e-6)
     if len(form.exponents) > 2:
         return
-    noisy = fit_law(form, table(form, 2e-3))
-    proved = fit_law(form, table(form, 2e-3), prove=True)
+    noisy = fit_law(form, draw_table(form, 2e-3))
+    proved = fit_law(form, draw_table(form, 2e-3), prove=True)
     assert noisy.objective <= proved.objective * (1 + 1e-9)
     assert proved.proof.complete
 
@@ -69,7 +69,7 @@ def test_no_fixed_exponent_is_better_than_a_proof(seed):
 @pytest.mark.parametrize("name", CATALOG)
 def test_fit_takes_50_ms(name):
     form = CATALOG[name]
-    rows = table(form, 2e-3)
+    rows = draw_table(form, 2e-3)
     fit_law(form, rows)
     times = []
     for _ in range(5):
@@ -126,7 +126,7 @@ def test_custom_form_is_fitted():
 @pytest.mark.parametrize("name", ["mixture", "tied"])
 def test_differential_evolution_finds_nothing_better(name):
     form = CATALOG[name]
-    rows = table(form, 5e-3, 40)
+    rows = draw_table(form, 5e-3, 40)
     ours = fit_law(form, rows)
     logs = np.add(np.log([[form.published[k]] * 2 for k in form.terms]), [-3, 3])
 

@@ -21,7 +21,7 @@ laws = st.builds(
 )
 
 
-def rounding_of_exponents(law, runs):
+def compute_rounding_of_exponents(law, runs):
     """Return by how much half an ulp in every loss changes alpha and beta, to first order."""
     problem = Problem.from_runs(runs)
     slope = newton.compute_log_jacobian(problem, problem.from_constants(law.constants))
@@ -45,7 +45,7 @@ def test_a_search_that_does_not_converge_is_reported_as_such(monkeypatch):
 def test_any_noiseless_law_is_recovered(law, loss):
     runs = isoflop_runs(law)
     # With exponents near 1.5 a term is 1e-10 of the loss, of which float64 keeps few digits.
-    assume(rounding_of_exponents(law, runs).max() < 1e-8)
+    assume(compute_rounding_of_exponents(law, runs).max() < 1e-8)
     fit = fit_parametric(runs, loss, prove=True)
     assert fit.law.alpha == pytest.approx(law.alpha, abs=1e-6)
     assert fit.law.beta == pytest.approx(law.beta, abs=1e-6)
@@ -61,7 +61,7 @@ def test_every_converged_start_reaches_the_best_objective_under_noise(loss):
     assert fit.proof.landed == fit.proof.converged >= 285
 
 
-def hard_runs(count):
+def iter_hard_runs(count):
     """Yield few runs with heavy tails and any exponents; half of them have several optima."""
     random = np.random.default_rng(0)
     for _ in range(count):
@@ -80,7 +80,7 @@ def hard_runs(count):
 
 def test_fit_law_reports_several_optima_as_fit_parametric_does():
     reports = []
-    for runs in itertools.islice(hard_runs(40), 5, 6):
+    for runs in itertools.islice(iter_hard_runs(40), 5, 6):
         has_several = []
         for fit in (fit_parametric, functools.partial(fit_law, "chinchilla")):
             with warnings.catch_warnings(record=True) as caught:
@@ -96,7 +96,7 @@ def test_fit_law_reports_several_optima_as_fit_parametric_does():
 @pytest.mark.parametrize("count", [2, pytest.param(60, marks=pytest.mark.exhaustive)])
 def test_only_the_whole_grid_is_a_proof(count):
     missed = 0
-    for runs in hard_runs(count):
+    for runs in iter_hard_runs(count):
         for loss in ("huber", "lad"):
             fit, proved = fit_parametric(runs, loss), fit_parametric(runs, loss, prove=True)
             assert proved.objective <= fit.objective * (1 + 1e-6)
@@ -113,7 +113,7 @@ def test_only_the_whole_grid_is_a_proof(count):
 def test_no_other_method_finds_better_if_the_proof_holds(count, steps):
     """The other methods are differential evolution and basin hopping, each polished."""
     proofs = 0
-    for runs in itertools.islice(hard_runs(2 * count), count):
+    for runs in itertools.islice(iter_hard_runs(2 * count), count):
         fit = fit_parametric(runs, prove=True)
         problem, log_spread = fit.problem, np.log(fit.problem.target_spread)
         box = [(0, runs.loss.max()), *[(log_spread - 14, log_spread + 5)] * 2, *[(0.02, 3)] * 2]

@@ -15,19 +15,19 @@ SWEPT = {"lr": [1e-3, 2e-3, 4e-3] * 2, "bs": [32] * 3 + [64] * 3, "loss": [3.1, 
 
 
 @functools.cache
-def fitted():
+def get_fit():
     """Return one fit that results which are made from a fit share."""
-    return parametric()
+    return build_parametric()
 
 
-def parametric():
+def build_parametric():
     fit = fit_parametric(RUNS)
     fit.optimal(1e23)
     fit.predict(1e9, 1e10)
     return fit
 
 
-def isoflop():
+def build_isoflop():
     fit = fit_isoflop(RUNS)
     fit.optimal(1e23)
     return fit
@@ -35,30 +35,30 @@ def isoflop():
 
 RESULTS = {
     "runs": lambda: RUNS,
-    "law": lambda: fitted().law,
-    "parametric": parametric,
-    "isoflop": isoflop,
-    "posterior": lambda: fitted().posterior,
-    "bootstrap": lambda: scaling.bootstrap(fitted(), resamples=100),
-    "drift": lambda: fitted().drift,
+    "law": lambda: get_fit().law,
+    "parametric": build_parametric,
+    "isoflop": build_isoflop,
+    "posterior": lambda: get_fit().posterior,
+    "bootstrap": lambda: scaling.bootstrap(get_fit(), resamples=100),
+    "drift": lambda: get_fit().drift,
     "step law": lambda: fit_law("step_batch", STEPS),
     "tied law": lambda: fit_law("tied", RUNS),
     "form": lambda: scaling.CATALOG["tied"],
     "sweep": lambda: scaling.fit_sweep(SWEPT),
     "backtest": lambda: scaling.backtest(RUNS, methods=["isoflop"]),
-    "speedup": lambda: scaling.effective_speedup(fitted(), fitted(), 1e22),
+    "speedup": lambda: scaling.effective_speedup(get_fit(), get_fit(), 1e22),
 }
 
 
 @functools.cache
-def result_of(name):
+def get_result(name):
     return RESULTS[name]()
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_can_be_pickled_copied_and_compared(name):
-    result = result_of(name)
+    result = get_result(name)
     for restored in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result), RESULTS[name]()):
         assert restored == result
     assert result != "a fit"
@@ -67,7 +67,7 @@ def test_results_can_be_pickled_copied_and_compared(name):
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_print_in_ten_lines(name):
-    result = result_of(name)
+    result = get_result(name)
     for item in result if isinstance(result, tuple) else [result]:
         for text in (repr(item), str(item)):
             assert len(text.splitlines()) <= 10
@@ -77,7 +77,7 @@ def test_results_print_in_ten_lines(name):
 @pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")
 def test_pickled_fit_gives_the_same_answers():
     fit = pickle.loads(pickle.dumps(fit_parametric(RUNS)))
-    assert fit.optimal(1e24) == fitted().optimal(1e24)
+    assert fit.optimal(1e24) == get_fit().optimal(1e24)
     restored = pickle.loads(pickle.dumps(fit))
     assert restored.optimal(1e23) == fit.optimal(1e23)
     law = fit_law("step_batch", STEPS)

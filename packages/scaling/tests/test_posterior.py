@@ -26,18 +26,18 @@ LAWS = (
 )
 
 
-def best_size(compute):
+def build_best_size(compute):
     return lambda constants: compute_optima(constants, compute)[0]
 
 
-def loss_at(parameters, tokens):
+def build_loss_at(parameters, tokens):
     return lambda constants: compute_loss(constants, parameters, tokens)
 
 
-TARGETS = ["alpha", "exponent", best_size(1e24), loss_at(1e11, 1e13)]
+TARGETS = ["alpha", "exponent", build_best_size(1e24), build_loss_at(1e11, 1e13)]
 
 
-def log_width(interval):
+def compute_log_width(interval):
     return math.log(interval.high / interval.low)
 
 
@@ -59,7 +59,7 @@ def test_posterior_and_bootstrap_agree_for_normal_errors():
         fit = fit_parametric(isoflop_runs(noise=5e-3, seed=seed, per_budget=24), "squares")
         resampled = bootstrap(fit, resamples=400)
         for target in TARGETS:
-            widths = [log_width(of.interval(target)) for of in (resampled, fit.posterior)]
+            widths = [compute_log_width(of.interval(target)) for of in (resampled, fit.posterior)]
             ratios.append(widths[0] / widths[1])
     np.testing.assert_allclose(np.reshape(ratios, (6, -1)).mean(0), 1, atol=0.1)
 
@@ -102,7 +102,7 @@ def test_interval_is_that_of_the_profile_likelihood(law, budgets, per_budget):
     threshold = stdtrit(len(x) - 5, 0.975)
     for target, squares_at in (
         ("alpha", squares_at_alpha),
-        (best_size(compute), squares_at_size),
+        (build_best_size(compute), squares_at_size),
     ):
         interval = fit.posterior.interval(target)
         for end in (interval.low, interval.high):
@@ -140,10 +140,10 @@ def test_intervals_of_few_runs_cover_the_truth(budgets, per_budget, widest, sets
                 law, budgets=grid, per_budget=per_budget, span=20, noise=3e-3, seed=seed
             )
             posterior = fit_parametric(runs).posterior
-            for target in (best_size(1e22), loss_at(1e10, 1e11)):
+            for target in (build_best_size(1e22), build_loss_at(1e10, 1e11)):
                 truth = float(target(law.constants[None])[0])
                 covered.append(truth in posterior.interval(target))
-            widths.append(log_width(posterior.interval(best_size(1e22))))
+            widths.append(compute_log_width(posterior.interval(build_best_size(1e22))))
     assert np.mean(covered) >= least
     if sets == 70:
         assert np.mean(covered) <= 0.99
@@ -170,7 +170,7 @@ def test_misread_runs_hardly_widen_the_interval_of_a_robust_fit():
     for table in (runs, spoiled):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ScalingWarning)
-            widths.append(log_width(fit_parametric(table).posterior.interval("exponent")))
+            widths.append(compute_log_width(fit_parametric(table).posterior.interval("exponent")))
     assert widths[1] < 2 * widths[0]
 
 
@@ -210,6 +210,8 @@ def test_posterior_of_many_runs_uses_a_sample_of_them(monkeypatch):
     budgets = np.geomspace(1e18, 1e21, 9)
     many = fit_parametric(isoflop_runs(budgets=budgets, per_budget=100, noise=5e-3))
     few = fit_parametric(isoflop_runs(budgets=budgets, per_budget=33, noise=5e-3))
-    target = best_size(1e23)
-    ratio = log_width(few.posterior.interval(target)) / log_width(many.posterior.interval(target))
+    target = build_best_size(1e23)
+    ratio = compute_log_width(few.posterior.interval(target)) / compute_log_width(
+        many.posterior.interval(target)
+    )
     assert ratio == pytest.approx(math.sqrt(100 / 33), rel=0.1)

@@ -40,7 +40,7 @@ def chinchilla():
     return load_runs(FOLDER / "chinchilla_svg_extracted_data.csv").without_highest(5)
 
 
-def quiet(fit, *arguments, **options):
+def fit_quietly(fit, *arguments, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScalingWarning)
         return fit(*arguments, **options)
@@ -54,7 +54,7 @@ def quiet(fit, *arguments, **options):
     ],
 )
 def test_isoflop_laws(isoflops, options, at_1e23, at_1e24):
-    fit = quiet(fit_isoflop, isoflops, **options)
+    fit = fit_quietly(fit_isoflop, isoflops, **options)
     assert fit.optimal(1e23).parameters == pytest.approx(at_1e23, rel=2e-6)
     assert fit.optimal(1e24).parameters == pytest.approx(at_1e24, rel=2e-6)
     assert fit.optimal(1e24).tokens == pytest.approx(1e24 / 6 / at_1e24, rel=2e-6)
@@ -79,12 +79,14 @@ def test_parametric_fit_recovers_the_law_of_the_isoflop_runs(isoflops):
     # The best size at 1e24 is 3.003e11, up to rounding of N in the file: 3.5 times the shortcut.
     best = fit.law.optimal(1e24).parameters
     assert best == pytest.approx(3.0031e11, rel=1e-4)
-    assert quiet(fit_isoflop, isoflops).optimal(1e24).parameters == pytest.approx(best, rel=1e-5)
+    assert fit_quietly(fit_isoflop, isoflops).optimal(1e24).parameters == pytest.approx(
+        best, rel=1e-5
+    )
 
 
 def test_huber_optimum_of_the_chinchilla_points(chinchilla):
     assert len(chinchilla) == 240
-    fit = quiet(fit_parametric, chinchilla, prove=True)
+    fit = fit_quietly(fit_parametric, chinchilla, prove=True)
     assert fit.objective <= 1.018274018e-3
     expected = [1.81722, 477.826, 2143.417, 0.34731, 0.36717]
     np.testing.assert_allclose(fit.law.constants, expected, rtol=1e-5)
@@ -103,16 +105,16 @@ PUBLISHED = [1.816864, 482.0057, 2085.434, 0.347813, 0.365854]
 DIGITS = [6, 4, 3, 6, 6]
 
 
-def rounded(law):
+def round_constants(law):
     return [round(c, d) for c, d in zip(law.constants, DIGITS, strict=True)]
 
 
 def test_least_absolute_deviations_reproduce_the_published_constants(chinchilla):
-    fit = quiet(fit_parametric, chinchilla, "lad", prove=True)
+    fit = fit_quietly(fit_parametric, chinchilla, "lad", prove=True)
     assert fit.proof.holds
     np.testing.assert_allclose(fit.law.constants, PUBLISHED, rtol=1e-6)
     # E, alpha and beta to every printed digit; A and B to seven and six.
-    assert rounded(fit.law) == [1.816864, 482.006, 2085.436, 0.347813, 0.365854]
+    assert round_constants(fit.law) == [1.816864, 482.006, 2085.436, 0.347813, 0.365854]
     # The published constants are not the optimum, whichever way their digits were rounded.
     problem = Problem.from_runs(chinchilla)
 
@@ -133,17 +135,17 @@ def test_least_absolute_deviations_reproduce_the_published_constants(chinchilla)
 
 def test_published_digits_are_those_of_a_delta_of_4_7e_9(chinchilla):
     """Their optimizer minimized a Huber loss whose scale had shrunk to this delta."""
-    fit = quiet(fit_parametric, chinchilla, "huber", delta=4.7e-9)
-    assert rounded(fit.law) == PUBLISHED
-    least = quiet(fit_parametric, chinchilla, "lad").objective
+    fit = fit_quietly(fit_parametric, chinchilla, "huber", delta=4.7e-9)
+    assert round_constants(fit.law) == PUBLISHED
+    least = fit_quietly(fit_parametric, chinchilla, "lad").objective
     assert least < np.abs(fit.residuals).sum() < least * (1 + 1e-8)
 
 
 @pytest.mark.timing
 def test_chinchilla_fit_takes_50_ms_and_4000_refits_5_s(chinchilla):
-    quiet(fit_parametric, chinchilla)
+    fit_quietly(fit_parametric, chinchilla)
     start = time.process_time()
-    fit = quiet(fit_parametric, chinchilla)
+    fit = fit_quietly(fit_parametric, chinchilla)
     milliseconds = 1000 * (time.process_time() - start)
     assert_at_most("scaling: fit of the Chinchilla runs", 50, milliseconds, "ms")
     start = time.process_time()
@@ -159,10 +161,10 @@ def test_exponents_of_hoffmann_and_besiroglu_are_those_of_the_chinchilla_runs(ch
 
     Besiroglu et al. 2024 show that the parametric fit to the same runs gives C^0.51 instead.
     """
-    parabolas = quiet(fit_isoflop, chinchilla, nearest=100)
+    parabolas = fit_quietly(fit_isoflop, chinchilla, nearest=100)
     assert 0.49 in parabolas.exponent_interval
     assert 0.462 <= parabolas.exponent <= 0.534  # the interval of Hoffmann et al., table 2
-    interval = quiet(fit_parametric, chinchilla).posterior.interval("exponent")
+    interval = fit_quietly(fit_parametric, chinchilla).posterior.interval("exponent")
     assert 0.513 in interval
     assert 0.46 not in interval
 
@@ -221,7 +223,7 @@ OLMO_ERRORS = {
 MMLU_WEIGHTS = {"stem": 0.215, "humanities": 0.335, "social_sciences": 0.219, "other": 0.231}
 
 
-def olmo_runs(file):
+def read_olmo_runs(file):
     """Return the rows of each run of a file, in order of the steps."""
     runs = {}
     with (FOLDER / "scaling" / file).open() as lines:
@@ -230,7 +232,7 @@ def olmo_runs(file):
     return runs
 
 
-def olmo_point(rows, task):
+def compute_olmo_point(rows, task):
     """Return N, D and the mean task loss of the last five evaluations of a run."""
     parts = MMLU_WEIGHTS if "{}" in task else {"": 1.0}
     losses = []
@@ -249,16 +251,18 @@ def olmo_point(rows, task):
 )
 @pytest.mark.parametrize("task", OLMO_ERRORS)
 def test_laws_of_the_olmo_ladder_have_every_published_error(task):
-    ladder = olmo_runs("olmo_ladder.csv")
+    ladder = read_olmo_runs("olmo_ladder.csv")
     sizes = ("190M", "370M", "760M", "1B")
     points = [
-        olmo_point(ladder[f"{size}-{length}xC"], task) for size in sizes for length in (1, 2, 5, 10)
+        compute_olmo_point(ladder[f"{size}-{length}xC"], task)
+        for size in sizes
+        for length in (1, 2, 5, 10)
     ]
     columns = dict(zip(("parameters", "tokens", "loss"), np.transpose(points), strict=True))
-    fit = quiet(fit_law, "chinchilla", columns)
+    fit = fit_quietly(fit_law, "chinchilla", columns)
     errors = [float(np.mean(np.abs(np.expm1(fit.residuals))))]
-    for rows in olmo_runs("olmo_ladder_targets.csv").values():
-        n, d, loss = olmo_point(rows, task)
+    for rows in read_olmo_runs("olmo_ladder_targets.csv").values():
+        n, d, loss = compute_olmo_point(rows, task)
         errors.append(abs(float(fit.predict(parameters=n, tokens=d)) / loss - 1))
     of_fit, *of_targets = OLMO_ERRORS[task]
     assert [round(100 * error, 1) for error in errors[1:]] == of_targets

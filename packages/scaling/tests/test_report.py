@@ -24,7 +24,7 @@ from scaling.__main__ import main
 from scaling.page import format_backtest, report
 
 
-def few_runs():
+def draw_few_runs():
     return isoflop_runs(budgets=np.geomspace(6e18, 3e21, 4), noise=2e-3, seed=3, per_budget=5)
 
 
@@ -32,7 +32,7 @@ def few_runs():
 def whole_page(tmp_path_factory):
     """Return the page of a table whose file name contains angle brackets."""
     folder = tmp_path_factory.mktemp("whole")
-    runs = few_runs()
+    runs = draw_few_runs()
     rows = [f"{n},{d},{x}" for n, d, x in zip(runs.parameters, runs.tokens, runs.loss, strict=True)]
     table, target = folder / "runs <of> ours.csv", folder / "page.html"
     table.write_text("\n".join(["N,D,loss", *rows]))
@@ -80,7 +80,7 @@ def test_page_is_complete_well_formed_and_loads_nothing(whole_page):
 
 @pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")
 def test_page_shows_the_answers_of_the_fits(whole_page):
-    fit = fit_parametric(few_runs())
+    fit = fit_parametric(draw_few_runs())
     best = fit.optimal(1e23)
     interval = best.intervals["parameters"]
     assert f"{best.parameters:.4g} [{interval.low:.3g}, {interval.high:.3g}]" in whole_page

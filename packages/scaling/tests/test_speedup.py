@@ -22,14 +22,14 @@ LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
 FEW = {"budgets": (1e19, 1e20, 1e21), "per_budget": 4}
 
 
-def cheaper(law, factor):
+def make_cheaper(law, factor):
     """Return the law of a recipe that needs 1 / factor of the compute for the same loss."""
     gamma = law.alpha * law.beta / (law.alpha + law.beta)
     return Law(law.E, law.A * factor**-gamma, law.B * factor**-gamma, law.alpha, law.beta)
 
 
 def test_noiseless_speedup_is_exact():
-    a, b = (fit_parametric(isoflop_runs(law, **FEW)) for law in (cheaper(LAW, 1.7), LAW))
+    a, b = (fit_parametric(isoflop_runs(law, **FEW)) for law in (make_cheaper(LAW, 1.7), LAW))
     for compute in (1e19, 1e23):
         speedup = effective_speedup(a, b, compute)
         assert speedup.factor == pytest.approx(1.7, rel=1e-5)
@@ -47,7 +47,9 @@ def test_noiseless_speedup_is_exact():
 def test_speedup_interval_covers_the_factor(sets, least):
     covered = 0
     for seed in range(sets):
-        a = fit_parametric(isoflop_runs(cheaper(LAW, 1.5), noise=3e-3, seed=seed, per_budget=5))
+        a = fit_parametric(
+            isoflop_runs(make_cheaper(LAW, 1.5), noise=3e-3, seed=seed, per_budget=5)
+        )
         b = fit_parametric(isoflop_runs(LAW, noise=3e-3, seed=seed + 99, per_budget=5))
         covered += 1.5 in effective_speedup(a, b, 1e21).interval
     assert covered >= least
@@ -100,7 +102,7 @@ def test_interval_does_not_jump_where_the_loss_becomes_unreachable():
 def test_speedup_between_laws_of_any_form():
     """The same runs by two forms of law cost the same compute, and a known factor is found."""
     tied = Law(1.69, 410.0, 380.0, 0.3, 0.3)
-    a = fit_law("tied", isoflop_runs(cheaper(tied, 1.7)))
+    a = fit_law("tied", isoflop_runs(make_cheaper(tied, 1.7)))
     b = fit_parametric(isoflop_runs(tied, **FEW))
     speedup = effective_speedup(a, b, 1e21)
     assert speedup.factor == pytest.approx(1.7, rel=1e-5)

@@ -13,7 +13,7 @@ from scaling import CATALOG, ScalingWarning, fit_law, fit_sweep, fit_sweeps
 RATES = np.geomspace(1e-4, 1e-2, 7)
 
 
-def curve(best, size=64, limit=1.0, diverged=11.09, **more):
+def make_curve(best, size=64, limit=1.0, diverged=11.09, **more):
     """Return the rows of a curve with its bottom at `best` that diverges above `limit`."""
     return [
         {
@@ -29,20 +29,20 @@ def curve(best, size=64, limit=1.0, diverged=11.09, **more):
 @pytest.mark.parametrize("diverged", [11.09, 7.1, 1e3, np.inf, "nan", "diverged"])
 @pytest.mark.parametrize("limit", [1.5e-3, 3e-3, 6e-3])
 def test_diverged_runs_are_left_out_with_a_count(limit, diverged):
-    rows = curve(1e-3, limit=limit, diverged=diverged)
+    rows = make_curve(1e-3, limit=limit, diverged=diverged)
     count = int((limit <= RATES).sum())
     with pytest.warns(ScalingWarning, match=rf"that {count} of 7 runs diverged \(rows"):
         sweep = fit_sweep(rows)
     assert sweep.best_rates == pytest.approx([1e-3], rel=0.05)
     assert sweep.diverged == count
     assert f"{count} of 7 runs diverged" in sweep.explanation
-    clean = fit_sweep(curve(1e-3))
+    clean = fit_sweep(make_curve(1e-3))
     assert clean.diverged == 0
     assert clean.best_rates == pytest.approx([1e-3], rel=0.01)
 
 
 def test_rate_at_which_one_repetition_diverged_is_not_used():
-    rows = curve(1e-3, seed=0) + curve(1e-3, limit=4e-3, seed=1)
+    rows = make_curve(1e-3, seed=0) + make_curve(1e-3, limit=4e-3, seed=1)
     with pytest.warns(ScalingWarning, match="2 of 14 runs diverged"):
         sweep = fit_sweep(rows)
     assert sweep.best_rates == pytest.approx([1e-3], rel=0.05)
@@ -51,7 +51,9 @@ def test_rate_at_which_one_repetition_diverged_is_not_used():
 
 def test_rates_that_differ_by_rounding_are_one_rate():
     """A tracker may store one of two seeds in float32, or write 3e-4 as 0.0003."""
-    rows = curve(7e-4, seed=0) + [r | {"lr": float(np.float32(r["lr"]))} for r in curve(7e-4)]
+    rows = make_curve(7e-4, seed=0) + [
+        r | {"lr": float(np.float32(r["lr"]))} for r in make_curve(7e-4)
+    ]
     rows = [r | {"seed": i // 7} for i, r in enumerate(rows)]
     sweep = fit_sweep(rows)
     assert sweep.rates == pytest.approx(RATES)
@@ -83,7 +85,7 @@ def test_steep_curves_do_not_count_as_diverged():
 )
 def test_runs_of_several_settings_are_not_repetitions(column, values):
     best = (3e-3, 3e-4)
-    rows = [r for b, v in zip(best, values, strict=True) for r in curve(b, **{column: v})]
+    rows = [r for b, v in zip(best, values, strict=True) for r in make_curve(b, **{column: v})]
     with pytest.raises(ValueError, match=rf"column '{column}' takes 2 values .*where=.*fit_sweeps"):
         fit_sweep(rows)
     for value, expected in zip(values, best, strict=True):
@@ -99,21 +101,21 @@ def test_runs_of_several_settings_are_not_repetitions(column, values):
 @pytest.mark.parametrize("column", ["optimizer", "dataset", "config.recipe", "schedule"])
 def test_rates_or_batch_sizes_of_different_settings_are_not_one_sweep(column):
     """One curve through rates of two optimizers, or one law of their best rates, mixes both."""
-    by_rate = [row | {column: "a" if i < 4 else "b"} for i, row in enumerate(curve(1e-3))]
-    by_size = curve(1e-3, **{column: "a"}) + curve(3e-3, size=128, **{column: "b"})
+    by_rate = [row | {column: "a" if i < 4 else "b"} for i, row in enumerate(make_curve(1e-3))]
+    by_size = make_curve(1e-3, **{column: "a"}) + make_curve(3e-3, size=128, **{column: "b"})
     for rows in (by_rate, by_size):
         with pytest.raises(ValueError, match=rf"'{column}' takes 2 values \(a, b\)"):
             fit_sweep(rows)
         assert np.isfinite(fit_sweep(rows, ignore=column).best_rates).all()
     # A warmup or a weight decay may be chosen by the rate.
-    scaled = [row | {"weight_decay": 1e-4 / row["lr"]} for row in curve(1e-3)]
+    scaled = [row | {"weight_decay": 1e-4 / row["lr"]} for row in make_curve(1e-3)]
     assert fit_sweep(scaled).best_rates == pytest.approx([1e-3], rel=0.01)
 
 
 def test_history_of_a_sweep_without_run_names_is_refused():
     rows = [
         row | {"_step": 100 * s + i, "_timestamp": 7.0 * s + i, "loss": row["loss"] + 1 / s}
-        for i, row in enumerate(curve(1e-3))
+        for i, row in enumerate(make_curve(1e-3))
         for s in range(1, 20)
     ]
     message = r"column '_step' differs .* a history or .*: keep the last"
@@ -129,7 +131,7 @@ def test_history_of_a_sweep_whose_rates_decay_is_refused(last):
         row
         | {"run": f"r{i}", "step": 1000 * done, "loss": row["loss"] + 1 - done}
         | {"lr": row["lr"] * (1 - done * (1 - last))}
-        for i, row in enumerate(curve(1e-3) + curve(2e-3, size=128))
+        for i, row in enumerate(make_curve(1e-3) + make_curve(2e-3, size=128))
         for done in (0.01, 0.5, 1.0)
     ]
     with pytest.raises(ValueError, match="a history"):
@@ -137,16 +139,16 @@ def test_history_of_a_sweep_whose_rates_decay_is_refused(last):
 
 
 def test_trainings_of_several_lengths_are_not_one_sweep():
-    rows = [row | {"max_steps": 1000 * (1 + i % 2)} for i, row in enumerate(curve(1e-3))]
+    rows = [row | {"max_steps": 1000 * (1 + i % 2)} for i, row in enumerate(make_curve(1e-3))]
     with pytest.raises(ValueError, match=r"'max_steps' differs .* of several lengths"):
         fit_sweep(rows)
     # At a fixed number of tokens, larger batches take fewer steps.
-    fixed = curve(1e-3, step=1000) + curve(1e-3, size=128, step=500)
+    fixed = make_curve(1e-3, step=1000) + make_curve(1e-3, size=128, step=500)
     assert np.isfinite(fit_sweep(fixed).best_rates).all()
 
 
 def test_diverged_runs_of_a_sweep_may_have_stopped_early():
-    rows = [row | {"_step": 1000 - i % 2} for i, row in enumerate(curve(1e-3))]
+    rows = [row | {"_step": 1000 - i % 2} for i, row in enumerate(make_curve(1e-3))]
     rows[-1] |= {"_step": 80, "loss": "nan"}
     with pytest.warns(ScalingWarning, match="1 of 7 runs diverged"):
         assert fit_sweep(rows).best_rates == pytest.approx([1e-3], rel=0.01)
@@ -164,7 +166,7 @@ def test_diverged_runs_of_a_sweep_may_have_stopped_early():
 def test_rate_of_a_diverged_run_that_did_not_finish_is_not_used(column, usual, crashed):
     """The other seed of the rate has the least loss, but only because it survived."""
     more = {"max_steps": 1000} if column == "step" else {}
-    rows = curve(1e-3, seed=0) + curve(1e-3, seed=1)
+    rows = make_curve(1e-3, seed=0) + make_curve(1e-3, seed=1)
     rows = [row | more | {column: usual} for row in rows]
     k = int(np.argmin([row["loss"] for row in rows]))
     rows[k] |= {column: crashed, "loss": float("nan")}
@@ -178,7 +180,7 @@ def test_rate_of_a_diverged_run_that_did_not_finish_is_not_used(column, usual, c
 def test_loss_of_nan_is_missing_if_the_run_is_not_over(state):
     name = next(iter(state))
     usual = {name: False if name == "killed" else "finished"}
-    rows = [row | usual for row in (*curve(1e-3, seed=0), *curve(1e-3, seed=1))]
+    rows = [row | usual for row in (*make_curve(1e-3, seed=0), *make_curve(1e-3, seed=1))]
     rows[3] |= state | {"loss": float("nan")}
     with pytest.warns(ScalingWarning, match="those runs are left out"):
         sweep = fit_sweep(rows)
@@ -187,7 +189,7 @@ def test_loss_of_nan_is_missing_if_the_run_is_not_over(state):
 
 
 def test_run_of_a_sweep_that_stopped_early_is_left_out():
-    rows = [row | {"step": 1000, "max_steps": 1000} for row in curve(1e-3)]
+    rows = [row | {"step": 1000, "max_steps": 1000} for row in make_curve(1e-3)]
     rows.append(rows[3] | {"step": 300, "loss": 9.0})
     with pytest.warns(ScalingWarning, match="'step' is below 'max_steps' in rows 8: 1 runs"):
         assert fit_sweep(rows).best_rates == pytest.approx([1e-3], rel=0.01)
@@ -195,29 +197,31 @@ def test_run_of_a_sweep_that_stopped_early_is_left_out():
 
 def test_rates_that_bracket_no_best_rate_are_reported():
     for count in (2, 3):
-        rows = [row for row in curve(1e-3) if row["lr"] >= RATES[-count]]
+        rows = [row for row in make_curve(1e-3) if row["lr"] >= RATES[-count]]
         with pytest.warns(ScalingWarning, match="at the edge of the rates"):
             assert np.isnan(fit_sweep(rows).best_rates).all()
 
 
 def test_two_columns_that_may_be_the_loss_are_named():
-    rows = [row | {"train/loss": row["loss"], "val/loss": row.pop("loss")} for row in curve(1e-3)]
+    rows = [
+        row | {"train/loss": row["loss"], "val/loss": row.pop("loss")} for row in make_curve(1e-3)
+    ]
     with pytest.raises(ValueError, match=r"\['train/loss', 'val/loss'\] may each be the loss"):
         fit_sweep(rows)
 
 
 def test_columns_and_rows_of_a_sweep_are_ignored_or_refused_as_those_of_runs():
-    rows = curve(1e-3, host="a") + curve(1e-3, host="b")
+    rows = make_curve(1e-3, host="a") + make_curve(1e-3, host="b")
     with pytest.raises(ValueError, match="column 'host' takes 2 values"):
         fit_sweep(rows)
     assert fit_sweep(rows, ignore="host").best_rates == pytest.approx([1e-3], rel=0.01)
     assert [*fit_sweeps(rows, "bs", ignore=["host"])] == [("64",)]
     with pytest.raises(ValueError, match="'seed' says 'mean' in row 8, which may summarize"):
-        fit_sweep(curve(1e-3, seed=0) + curve(1e-3, seed="mean"))
+        fit_sweep(make_curve(1e-3, seed=0) + make_curve(1e-3, seed="mean"))
 
 
 def test_sizes_at_different_batch_sizes_are_not_one_sweep():
-    rows = curve(3e-3, size=64, N="100M") + curve(3e-4, size=128, N="1B")
+    rows = make_curve(3e-3, size=64, N="100M") + make_curve(3e-4, size=128, N="1B")
     with pytest.raises(ValueError, match="column 'N' takes 2 values"):
         fit_sweep(rows)
 
@@ -225,7 +229,7 @@ def test_sizes_at_different_batch_sizes_are_not_one_sweep():
 def test_seeds_names_dates_and_measurements_are_not_settings():
     rows = []
     for seed in range(3):
-        for i, row in enumerate(curve(1e-3) + curve(2e-3, size=128)):
+        for i, row in enumerate(make_curve(1e-3) + make_curve(2e-3, size=128)):
             # At a fixed number of steps, larger batches see more tokens.
             more = {"tokens": 1e4 * row["bs"], "params": 1e8 * (1 + 1e-4 * seed), "seed": seed}
             more |= {"name": f"run-{seed}-{i}", "seconds": 100.0 + i / 7 + seed / 3}
@@ -259,19 +263,19 @@ def test_rows_of_one_seed_are_one_repetition_in_any_order():
 
 def test_history_of_a_sweep_is_refused():
     """The early losses of a run are not repetitions of its final one."""
-    rows = [row | {"run_id": f"r{i}"} for i, row in enumerate(curve(1e-3))]
+    rows = [row | {"run_id": f"r{i}"} for i, row in enumerate(make_curve(1e-3))]
     early = [row | {"loss": row["loss"] + 2} for row in rows]
     with pytest.raises(ValueError, match="'run_id' names a run in several rows"):
         fit_sweep([*rows, *early])
     with pytest.raises(ValueError, match="'run_id' names a run in several rows"):
         fit_sweeps([row | {"N": 1e8} for row in [*rows, *early]], by="N")
-    named = [row | {"run_id": f"r{i}"} for i, row in enumerate(curve(1e-3) * 2)]
+    named = [row | {"run_id": f"r{i}"} for i, row in enumerate(make_curve(1e-3) * 2)]
     assert fit_sweep(named).best_rates == pytest.approx([1e-3], rel=0.01)
 
 
 def test_unfinished_runs_of_a_sweep_are_left_out():
-    rows = curve(1e-3, status="FINISHED") + [
-        row | {"loss": 1.0} for row in curve(1e-3, status="FAILED")
+    rows = make_curve(1e-3, status="FINISHED") + [
+        row | {"loss": 1.0} for row in make_curve(1e-3, status="FAILED")
     ]
     with pytest.warns(ScalingWarning, match="'status' says that 7 runs are not 'finished'"):
         assert fit_sweep(rows).best_rates == pytest.approx([1e-3], rel=1e-3)
@@ -318,7 +322,7 @@ def test_step_law_grid_is_seventeen_sweeps():
                 assert sweep.rates[low] <= best <= sweep.rates[high]
 
 
-def best_setting(sweep):
+def find_best_setting(sweep):
     """Return the batch size and rate of least loss, interpolated between those of the sweep."""
     known = np.isfinite(sweep.best_rates)
     sizes = sweep.batch_sizes[known]
@@ -341,7 +345,7 @@ def test_published_exponents_of_step_law_lie_in_the_intervals_of_its_runs():
     best = []
     assert len((FOLDER / "step_dense.csv").read_text().splitlines()) == 1 + 1911
     for (n, d), sweep in fit_sweeps(FOLDER / "step_dense.csv", ["N", "D"]).items():
-        size, rate = best_setting(sweep)
+        size, rate = find_best_setting(sweep)
         best.append([float(n), float(d), rate, 2048 * size])  # a sequence has 2048 tokens
     names = ("parameters", "tokens", "rate", "batch")
     rows = dict(zip(names, np.transpose(best), strict=True))
@@ -423,12 +427,12 @@ def test_interval_covers_the_best_rate_of_random_rates(
 
 def test_interval_from_zero_to_infinity_states_the_reason():
     """Three rates of one seed fix a parabola, but do not show the noise of its bottom."""
-    rows = curve(1e-3) + curve(1e-3, size=128)[2:5]
+    rows = make_curve(1e-3) + make_curve(1e-3, size=128)[2:5]
     sweep = fit_sweep(rows)
     assert np.isfinite(sweep.best_rates).all()
     assert [math.isinf(interval.high) for interval in sweep.intervals] == [False, True]
     assert "at batch sizes 128 have intervals of (0, inf), because" in sweep.explanation
-    assert "(0, inf)" not in fit_sweep(curve(1e-3)).explanation
+    assert "(0, inf)" not in fit_sweep(make_curve(1e-3)).explanation
 
 
 STUCK_RATES = [1e-4, 1.78e-4, 3.16e-4, 5.6e-4, 1e-3, 1.78e-3, 3.16e-3, 5.6e-3, 1e-2]
@@ -445,7 +449,7 @@ def test_losses_of_stuck_runs_do_not_move_the_best_rate(stuck):
     assert len(messages) == (stuck > 4)
 
 
-def generated_sweep(random):
+def draw_sweep(random):
     """Return a sweep that is steeper above its best rate, and flags of the runs that diverged."""
     step = random.choice([1.4, 1.78, 2.0, 3.0])
     count = int(random.integers(7, 11))
@@ -468,7 +472,7 @@ def test_diverged_runs_are_found_in_generated_sweeps():
     right = []
     wrong = []
     for _ in range(200):
-        table, has_diverged = generated_sweep(random)
+        table, has_diverged = draw_sweep(random)
         marked = np.isinf(fit_sweep(table).log_loss[0])
         right += marked[has_diverged].tolist()
         wrong += marked[~has_diverged].tolist()

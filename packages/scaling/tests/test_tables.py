@@ -22,39 +22,39 @@ from scaling.tables.names import recognize
 COLUMNS = ("parameters", "tokens", "loss")
 
 
-def rounded(value, digits):
+def round_to_digits(value, digits):
     return float(f"{value:.{digits}g}")
 
 
 @st.composite
-def tables(draw):
+def draw_tables(draw):
     """Return (columns, digits): numbers that have `digits` significant digits."""
     count = draw(st.integers(3, 9))
     digits = draw(st.integers(4, 7))
-    size = st.floats(7, 11).map(lambda e: rounded(10**e, digits))
+    size = st.floats(7, 11).map(lambda e: round_to_digits(10**e, digits))
     n = draw(st.lists(size, min_size=count, max_size=count, unique=True))
     ratios = draw(st.lists(st.floats(0.5, 300), min_size=count, max_size=count))
     loss = draw(st.lists(st.floats(1.5, 9.9), min_size=count, max_size=count))
-    d = [rounded(a * b, digits) for a, b in zip(n, ratios, strict=True)]
-    return {"parameters": n, "tokens": d, "loss": [rounded(x, 5) for x in loss]}, digits
+    d = [round_to_digits(a * b, digits) for a, b in zip(n, ratios, strict=True)]
+    return {"parameters": n, "tokens": d, "loss": [round_to_digits(x, 5) for x in loss]}, digits
 
 
-def suffixed(value, digits, comma):
+def write_suffixed(value, digits, comma):
     for letter, unit in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if value >= unit:
             return f"{value / unit:.{digits}g}".replace(".", "," if comma else ".") + letter
     return str(value)
 
 
-def grouped(mark):
+def write_grouped(mark):
     return lambda value, digits, comma: f"{value:,.0f}".replace(",", mark)
 
 
-def scientific(value, digits, comma):
+def write_scientific(value, digits, comma):
     return f"{value:.{digits - 1}e}".replace(".", "," if comma else ".")
 
 
-def powers(value, digits, comma):
+def write_powers(value, digits, comma):
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     return f"{mantissa.replace('.', ',' if comma else '.')} x 10^{int(exponent)}"
 
@@ -67,14 +67,21 @@ NAMES = {
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(table=tables(), data=st.data())
+@given(table=draw_tables(), data=st.data())
 def test_table_in_any_format_gives_the_same_runs(tmp_path_factory, table, data):
     columns, digits = table
     draw = data.draw
     comma = draw(st.booleans(), label="decimal comma")
     mark = draw(st.sampled_from([";"] if comma else [",", ";", "\t", "|"]), label="delimiter")
-    styles = [suffixed, scientific, powers, grouped(" "), grouped("_"), grouped("'")]
-    styles += [] if comma else [grouped(",")]
+    styles = [
+        write_suffixed,
+        write_scientific,
+        write_powers,
+        write_grouped(" "),
+        write_grouped("_"),
+        write_grouped("'"),
+    ]
+    styles += [] if comma else [write_grouped(",")]
     names = {ours: draw(st.sampled_from(NAMES[ours]), label=ours) for ours in COLUMNS}
     unit = {}
     for ours in ("parameters", "tokens"):
@@ -84,7 +91,7 @@ def test_table_in_any_format_gives_the_same_runs(tmp_path_factory, table, data):
             names[ours] += letter
     cells = {}
     for ours in ("parameters", "tokens"):
-        style = scientific if ours in unit else draw(st.sampled_from(styles), label=ours)
+        style = write_scientific if ours in unit else draw(st.sampled_from(styles), label=ours)
         cells[ours] = [style(v / unit.get(ours, 1), digits, comma) for v in columns[ours]]
     cells["loss"] = [f"{x:.4f}".replace(".", "," if comma else ".") for x in columns["loss"]]
     # Two of the unrelated columns have the short names of ours.
@@ -306,7 +313,7 @@ def test_run_that_diverged_at_the_end_of_a_history_is_reported():
     assert "at the end of runs" not in messages[1]
 
 
-def history_rows(column):
+def make_history_rows(column):
     """Return four evaluations of each of three runs that are named by a column."""
     return [
         {column: f"r{i}", "N": n, "tokens": s * 2e9, "_step": s, "loss": 4 - 0.1 * s - i / 9}
@@ -318,7 +325,7 @@ def history_rows(column):
 @pytest.mark.parametrize("column", ["run_id", "Run", "trial_id", "job_id", "exp_name", "name"])
 def test_history_is_recognized_by_a_column_of_run_names(column):
     with pytest.warns(ScalingWarning, match="9 earlier ones are left out"):
-        runs = load_runs(history_rows(column))
+        runs = load_runs(make_history_rows(column))
     assert runs.tokens.tolist() == [8e9] * 3
 
 
@@ -327,7 +334,7 @@ def test_history_is_a_column_or_false(history):
     with pytest.raises(
         ValueError, match="expected history to be the column of run names, or False"
     ):
-        load_runs(history_rows("run_id"), history=history)
+        load_runs(make_history_rows("run_id"), history=history)
 
 
 @pytest.mark.parametrize("last", [0.0, 0.01, 0.1])
@@ -454,7 +461,7 @@ def test_losses_of_the_validation_are_preferred_under_any_name():
 
 @pytest.mark.parametrize("column", ["trial", "group", "seed", "job", "model", "host"])
 def test_rows_that_may_be_a_history_are_refused_with_both_readings(column):
-    rows = history_rows(column)
+    rows = make_history_rows(column)
     with pytest.raises(ValueError, match=r"'_step' rises with the tokens.*history='…'.*=False"):
         load_runs(rows)
     with pytest.warns(ScalingWarning, match="9 earlier ones are left out"):
@@ -749,7 +756,7 @@ def test_other_columns_may_prove_that_tokens_count_all_epochs():
 
 
 def test_tokens_that_rise_within_the_runs_of_a_history_count_all_epochs():
-    rows = [row | {"epoch": row["_step"] / 2} for row in history_rows("run")]
+    rows = [row | {"epoch": row["_step"] / 2} for row in make_history_rows("run")]
     with pytest.warns(ScalingWarning, match="9 earlier ones"):
         runs = load_runs(rows)
     assert "tokens by 'tokens' are those of all epochs: they rise within runs" in runs.explanation
@@ -1359,7 +1366,7 @@ def test_several_data_sets_in_one_table_are_refused_with_both_readings():
     assert "column 'arch' names sizes or budgets" in sizes.explanation
 
 
-def generated_table(random):
+def draw_table(random):
     """Return repetitions of several designs with a setting in most designs, a note and a date."""
     repetitions = int(random.integers(2, 5))
     num_settings = int(random.integers(2, repetitions + 1))
@@ -1381,7 +1388,7 @@ def test_settings_are_found_in_generated_tables():
     random = np.random.default_rng(0)
     refused = {"flavor": [], "note": [], "created": []}
     for _ in range(100):
-        rows = generated_table(random)
+        rows = draw_table(random)
         for column, counts in refused.items():
             try:
                 load_runs([{k: row[k] for k in ("N", "D", "loss", column)} for row in rows])
@@ -1571,7 +1578,7 @@ def test_column_is_not_read_as_two_quantities():
         load_runs(table, columns={"parameters": "N", "tokens": "N"})
 
 
-def history(runs):
+def make_history(runs):
     """Return the rows of runs (name, parameters, times), one per 1e9 tokens."""
     rows = []
     for name, parameters, times in runs:
@@ -1583,23 +1590,23 @@ def history(runs):
 
 @pytest.mark.parametrize("digits", [3, 4])
 def test_history_is_recognized_if_its_sizes_follow_from_rounded_compute(digits):
-    rows = history([(name, n, range(1, 8)) for name, n in (("a", 1.234e8), ("b", 5.67e8))])
+    rows = make_history([(name, n, range(1, 8)) for name, n in (("a", 1.234e8), ("b", 5.67e8))])
     for row in rows:
-        row["tokens"] = rounded(1.37 * row["tokens"], digits)
-        row["compute"] = rounded(6 * row.pop("N") * row["tokens"], digits)
+        row["tokens"] = round_to_digits(1.37 * row["tokens"], digits)
+        row["compute"] = round_to_digits(6 * row.pop("N") * row["tokens"], digits)
     with pytest.warns(ScalingWarning, match="12 earlier ones are left out"):
         assert len(load_runs(rows)) == 2
 
 
 def test_history_with_repeated_tokens_is_refused():
-    rows = history([(name, n, [1, 2, 4, 4, 8]) for name, n in (("a", 1e8), ("b", 5e8))])
+    rows = make_history([(name, n, [1, 2, 4, 4, 8]) for name, n in (("a", 1e8), ("b", 5e8))])
     for history_of_runs in (None, "run"):
         with pytest.raises(ValueError, match="names 'a' in rows 3 and 4 with the same tokens"):
             load_runs(rows, history=history_of_runs)
     with pytest.warns(ScalingWarning, match="rows 4, 9 repeat earlier ones"):
         assert len(load_runs(rows, history=False)) == 10
     # Rows of one name with equal tokens are repetitions, or a history with planned tokens.
-    rows = history([(name, n, [8, 8]) for name, n in (("a", 1e8), ("b", 5e8))])
+    rows = make_history([(name, n, [8, 8]) for name, n in (("a", 1e8), ("b", 5e8))])
     rows = [row | {"loss": row["loss"] + 0.01 * i} for i, row in enumerate(rows)]
     with pytest.raises(ValueError, match="tokens are those of the whole training"):
         load_runs(rows)
@@ -1612,13 +1619,15 @@ def test_resumed_run_under_a_new_name_is_reported(restart):
     whole = [("b", 1e8, range(1, 11)), ("c", 5e8, range(1, 11)), ("d", 1e9, range(1, 4))]
     parts = [("a", 1e8, range(1, 6)), ("a-resumed", 1e8, range(restart, 11))]
     with pytest.warns(ScalingWarning) as caught:
-        load_runs(history(parts + whole))
+        load_runs(make_history(parts + whole))
     messages = [str(w.message) for w in caught]
     assert (
         sum("a-resumed start where another run of the same size stops" in m for m in messages) == 1
     )
     with pytest.warns(ScalingWarning) as caught:
-        load_runs(history([*whole, ("short", 1e8, range(1, 3)), ("sparse", 1e8, range(4, 25, 4))]))
+        load_runs(
+            make_history([*whole, ("short", 1e8, range(1, 3)), ("sparse", 1e8, range(4, 25, 4))])
+        )
     assert not any("another run of the same size" in str(w.message) for w in caught)
 
 

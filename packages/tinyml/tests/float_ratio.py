@@ -18,7 +18,7 @@ FEWEST, MOST = 21, 301
 ERRORS = 3
 
 
-def float_over(ours, linear, x, claim, products=10**8, clock=time.perf_counter):
+def measure_float_over(ours, linear, x, claim, products=10**8, clock=time.perf_counter):
     """Return the median time of `linear` over that of `ours`, both modules of one layer.
 
     It is 1 if "auto" left the layer as it was. Rounds end when the interval of the median excludes
@@ -47,12 +47,12 @@ def float_over(ours, linear, x, claim, products=10**8, clock=time.perf_counter):
         else:
             first = seconds(ours)
             ratios.append(seconds(linear) / first)
-        if len(ratios) >= FEWEST and _excludes(sorted(ratios), claim):
+        if len(ratios) >= FEWEST and _is_excluded(sorted(ratios), claim):
             break
     return statistics.median(ratios)
 
 
-def _excludes(ratios, claim):
+def _is_excluded(ratios, claim):
     """Return True if the interval of the median of sorted `ratios` is on one side of `claim`.
 
     The number of ratios below the median is binomial, with a standard error of sqrt(n) / 2.

@@ -35,7 +35,7 @@ class Joined(nn.Module):
         return torch.cat([branch, x], 1)
 
 
-def random_layer(choose, channels):
+def draw_layer(choose, channels):
     kind = choose.choice(["conv", "conv", "groups", "norm", "pool", "join", "activation"])
 
     def pair(low, high):
@@ -60,14 +60,14 @@ def random_layer(choose, channels):
     return choose.choice(ACTIVATIONS)()
 
 
-def random_network(seed):
+def draw_network(seed):
     """Return a network and the shape of its input."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
     shape = choose.randint(1, 4), choose.randint(5, 11), choose.randint(5, 11)
     layers, x = [], torch.randn(2, *shape)
     for _ in range(choose.randint(2, 7)):
-        layer = random_layer(choose, x.shape[1]).eval()
+        layer = draw_layer(choose, x.shape[1]).eval()
         try:
             x = layer(x).detach()
         except RuntimeError:  # the window is larger than the image
@@ -79,7 +79,7 @@ def random_network(seed):
 
 
 def check_network(seed, command, folder):
-    network, shape = random_network(seed)
+    network, shape = draw_network(seed)
     images = torch.randn(12, *shape) * 10 ** random.Random(seed).uniform(-3, 3)
     integer = IntegerModel(network, [images])
     to_c(integer).save(folder / "network.c")

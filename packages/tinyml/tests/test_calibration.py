@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def by_definition(model, batches, layers, change):
+def compute_by_definition(model, batches, layers, change):
     """Return H of each layer, from full runs of a model in which all layers before are changed.
 
     A layer's statistics are those of its first call in each batch.
@@ -50,10 +50,10 @@ def double_weights(layer):
         layer.weight.mul_(1.5)
 
 
-def compared(model, batches):
+def compare_statistics(model, batches):
     """Compare the statistics of every layer with those of full runs."""
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    expected, order = by_definition(model, batches, layers, double_weights)
+    expected, order = compute_by_definition(model, batches, layers, double_weights)
     visited = {}
 
     def visit(name, moment):
@@ -229,7 +229,7 @@ class Overwriting(nn.Module):
 def test_statistics_are_those_of_full_runs(kind):
     torch.manual_seed(0)
     model = kind().double()
-    compared(model, [torch.randn(n, 5, 6, dtype=torch.float64) for n in (2, 3, 1)])
+    compare_statistics(model, [torch.randn(n, 5, 6, dtype=torch.float64) for n in (2, 3, 1)])
 
 
 def test_blocks_with_too_many_values_to_compare_run_each_time(monkeypatch):
@@ -244,7 +244,7 @@ def test_experts_are_calibrated_on_the_tokens_of_all_batches_that_reach_them(joi
     model = Routed().double()
     chosen = [set(model.router(batch).argmax(-1).flatten().tolist()) for batch in batches]
     assert len(set(map(frozenset, chosen))) > 2
-    compared(model, [torch.cat(batches)] if joined else batches)
+    compare_statistics(model, [torch.cat(batches)] if joined else batches)
 
 
 class Mixtures(nn.Module):
@@ -268,7 +268,7 @@ class Mixtures(nn.Module):
 def test_blocks_of_which_each_batch_reaches_some_layers():
     torch.manual_seed(0)
     model = Mixtures().double()
-    compared(model, [torch.randn(1, 1, 6, dtype=torch.float64) for _ in range(6)])
+    compare_statistics(model, [torch.randn(1, 1, 6, dtype=torch.float64) for _ in range(6)])
 
 
 class OrderedByInput(nn.Module):
@@ -329,14 +329,16 @@ def test_statistics_of_transformers_are_those_of_full_runs(family):
     special = {"vocab_size": 60, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
     config = getattr(transformers, family + "Config")(**sizes, **special)
     model = getattr(transformers, family + task)(config).eval().double()
-    compared(Called(model), [torch.randint(3, 60, (2, 9)), torch.randint(3, 60, (1, 7))])
+    compare_statistics(Called(model), [torch.randint(3, 60, (2, 9)), torch.randint(3, 60, (1, 7))])
 
 
 def test_nested_lists_of_blocks():
     torch.manual_seed(0)
     stages = [nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)])]
     stages += [nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)), nn.Linear(6, 2)]
-    compared(nn.Sequential(*stages).double(), [torch.randn(4, 6, dtype=torch.float64)] * 2)
+    compare_statistics(
+        nn.Sequential(*stages).double(), [torch.randn(4, 6, dtype=torch.float64)] * 2
+    )
 
 
 def test_finished_blocks_do_not_run_again():
@@ -375,7 +377,7 @@ def test_progress_and_cache():
     assert model.config.use_cache
 
 
-def peak_bytes(call):
+def measure_peak_bytes(call):
     """Return the most bytes that `call` allocates at a time, and its result."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -397,7 +399,7 @@ def test_memory_is_that_of_one_block_one_batch_and_two_matrices(width, count, le
     torch.manual_seed(0)
     model = Blocks(width=width, count=3)
     batches = [torch.randn(2, length, width) for _ in range(count)]
-    peak, small = peak_bytes(lambda: gptq(model, batches, 4))
+    peak, small = measure_peak_bytes(lambda: gptq(model, batches, 4))
     block = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
     hidden = batches[0].nbytes
     inputs = model.blocks[0].mlp[2].in_features

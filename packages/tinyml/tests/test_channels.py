@@ -39,7 +39,7 @@ class Residual(nn.Module):
         return self.head(torch.relu(self.hidden(x.flatten(1))))
 
 
-def network(seed=0):
+def build_network(seed=0):
     torch.manual_seed(seed)
     model = Residual().double()
     for layer in model.modules():
@@ -127,12 +127,12 @@ def test_gated_channels_are_pruned_in_both_halves():
     assert prune_channels(rows, 0.5, X)[0].out_channels == 4
 
 
-def readers(group):
+def list_readers(group):
     return [(part.layer, part.width) for part in group.slices if part.role == "reader"]
 
 
 def test_the_graph_says_which_layers_share_channels():
-    groups = {tuple(sorted(g.writers)): g for g in _make_ranked_copy(network(), (X,))[2]}
+    groups = {tuple(sorted(g.writers)): g for g in _make_ranked_copy(build_network(), (X,))[2]}
     assert set(groups) == {
         ("blocks.0.a",),
         ("blocks.0.b", "blocks.1.b", "stem"),
@@ -141,11 +141,11 @@ def test_the_graph_says_which_layers_share_channels():
     }
     residual = groups["blocks.0.b", "blocks.1.b", "stem"]
     assert sorted(residual.list_layers("passer")) == ["blocks.0.norm_b", "blocks.1.norm_b"]
-    assert sorted(readers(residual)) == [("blocks.0.a", 1), ("blocks.1.a", 1), ("hidden", 9)]
+    assert sorted(list_readers(residual)) == [("blocks.0.a", 1), ("blocks.1.a", 1), ("hidden", 9)]
     assert groups["blocks.0.a",].list_layers("passer") == ["blocks.0.norm_a", "blocks.0.depthwise"]
 
 
-def inputs_of_layers(model, *inputs):
+def record_layer_inputs(model, *inputs):
     """Return the input of every layer without children, by name."""
     inputs_by_name, hooks = {}, []
     names = {layer: name for name, layer in model.named_modules()}
@@ -167,23 +167,23 @@ def inputs_of_layers(model, *inputs):
     "sparsity", [0.5, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (0.25, 0.9))]
 )
 def test_it_equals_the_dense_model_with_readers_at_zero(sparsity):
-    model = network()
+    model = build_network()
     for block in model.blocks:
         block.norm_a.bias.data.abs_()  # so that no unit is always zero
     small = prune_channels(model, sparsity, X)
     masked = copy.deepcopy(model)
     # By the definition: for each unit the norm of its readers' weights times what arrives there.
-    arrives = inputs_of_layers(model, X)
+    arrives = record_layer_inputs(model, X)
     for group in _make_ranked_copy(model, (X,))[2]:
         power = 0
-        for name, _ in readers(group):
+        for name, _ in list_readers(group):
             weight, x = model.get_submodule(name).weight.data, arrives[name]
             product = weight.transpose(0, 1).flatten(1).square().sum(1)
             product = product * x.transpose(0, 1).flatten(1).square().mean(1)
             power = power + product.view(group.size, -1).sum(1)
         gone = power.argsort()[: round(sparsity * group.size)]
         gone = gone[: group.size - 1]
-        for name, repeat in readers(group):
+        for name, repeat in list_readers(group):
             weight = masked.get_submodule(name).weight.data
             weight.view(len(weight), group.size, repeat, *weight.shape[2:])[:, gone] = 0
         for name in group.writers:
@@ -197,7 +197,7 @@ def test_it_equals_the_dense_model_with_readers_at_zero(sparsity):
 def test_sorting_channels_changes_nothing():
     # Six images of 7 x 6 pixels are seven rows of 288 numbers, which mix the channels.
     flat = By(lambda s, x: s.b(s.stem(x).view(-1, 288)), stem=conv(3, 8, 3), b=linear(288, 2))
-    for model, inputs in ((network(), X), (flat, torch.randn(6, 3, 6, 6).double())):
+    for model, inputs in ((build_network(), X), (flat, torch.randn(6, 3, 6, 6).double())):
         ordered = sort_channels(model, inputs)
         with torch.no_grad():
             torch.testing.assert_close(ordered(inputs), model(inputs), rtol=1e-10, atol=1e-10)
@@ -206,7 +206,7 @@ def test_sorting_channels_changes_nothing():
 
 def test_sorted_channels_are_removed_from_the_end():
     inputs = torch.randn(4, 6)
-    model = sort_channels(classifier(), inputs)
+    model = sort_channels(build_classifier(), inputs)
     small = prune_channels(model, {"2": 0.5}, inputs)
     assert torch.equal(small[4].weight, model[4].weight[:, :4])
     assert torch.equal(small[2].weight, model[2].weight[:4])
@@ -214,7 +214,7 @@ def test_sorted_channels_are_removed_from_the_end():
 
 
 @torch.no_grad()
-def with_readers_at_zero(model, groups, sparsity):
+def zero_readers(model, groups, sparsity):
     """By the definition: the dense model, what the least important units are multiplied with 0."""
     zeroed = copy.deepcopy(model)
     for group in groups:
@@ -247,12 +247,12 @@ def linear(*sizes):
     return nn.Linear(*sizes).double()
 
 
-def squeezed(s, x):
+def run_squeezed(s, x):
     y = s.a(x)
     return s.d(y * torch.sigmoid(s.c(torch.relu(s.b(y.mean((2, 3), keepdim=True))))))
 
 
-def dense(s, x):
+def run_dense(s, x):
     y = s.a(x)
     return s.c(torch.cat([x, y, nn.functional.relu6(s.b(y))], dim=1))
 
@@ -265,10 +265,10 @@ def attention(s, x):
 
 # The number of removable units of each graph, and the graph.
 GRAPHS = {
-    "concatenation": (14, By(dense, a=conv(3, 8, 3), b=conv(8, 6, 3), c=conv(17, 4, 3))),
+    "concatenation": (14, By(run_dense, a=conv(3, 8, 3), b=conv(8, 6, 3), c=conv(17, 4, 3))),
     "gate": (
         12,
-        By(squeezed, a=conv(3, 8, 3), b=conv(8, 4, 3), c=conv(4, 8, 3), d=conv(8, 2, 3)),
+        By(run_squeezed, a=conv(3, 8, 3), b=conv(8, 4, 3), c=conv(4, 8, 3), d=conv(8, 2, 3)),
     ),
     "filters": (8, nn.Sequential(conv(3, 8, 3), conv(8, 16, 3, groups=8), conv(16, 2, 3))),
     "groups": (
@@ -320,14 +320,14 @@ def test_every_graph_equals_itself_with_readers_at_zero(name):
     assert sum(group.size for group in groups) == units
     small = prune_channels(model, 0.5, X)
     with torch.no_grad():
-        exact = with_readers_at_zero(model, groups, 0.5)(X)
+        exact = zero_readers(model, groups, 0.5)(X)
         torch.testing.assert_close(small(X), exact, rtol=1e-10, atol=1e-10)
     assert size_of(small).bytes < size_of(model).bytes
     smaller = prune_channels(small, 0.5, X)  # its sizes are true
     assert size_of(smaller).bytes < size_of(small).bytes
 
 
-def scaled_by_mean(model, x):
+def run_scaled_by_mean(model, x):
     x = model.a(x)
     return model.b(x * x.mean())  # over all dimensions
 
@@ -341,9 +341,16 @@ def split_and_read(model, x):
 @pytest.mark.parametrize(
     ("model", "node"),
     [
-        (nn.Sequential(conv(3, 8, 3), nn.GroupNorm(1, 8).double(), conv(8, 2, 3)), "group_norm"),
         (
-            By(lambda s, x: s.b(s.a(x[:2, 0, :2])[0]), a=nn.LSTM(6, 8).double(), b=linear(8, 2)),
+            nn.Sequential(conv(3, 8, 3), nn.GroupNorm(1, 8).double(), conv(8, 2, 3)),
+            "group_norm",
+        ),
+        (
+            By(
+                lambda s, x: s.b(s.a(x[:2, 0, :2])[0]),
+                a=nn.LSTM(6, 8).double(),
+                b=linear(8, 2),
+            ),
             "got none in",
         ),
         (
@@ -356,7 +363,7 @@ def split_and_read(model, x):
             "a: .*(lstm|rnn)",
         ),
         (nn.Sequential(conv(3, 8, 3), nn.Softmax(1), conv(8, 2, 3)), "softmax"),
-        (By(scaled_by_mean, a=conv(3, 8, 3), b=conv(8, 2, 3)), "mean"),
+        (By(run_scaled_by_mean, a=conv(3, 8, 3), b=conv(8, 2, 3)), "mean"),
         (
             By(
                 lambda s, x: s.b(s.pool(s.a(x[:, 0]).transpose(1, 2)).transpose(1, 2)),
@@ -409,7 +416,12 @@ def test_a_weight_that_is_read_twice_stays():
         b=conv(4, 4, 3),
         c=conv(4, 2, 3),
     )
-    tied = By(lambda s, x: s.c(s.b(s.a(x))), a=conv(3, 3, 3), b=conv(3, 3, 3), c=conv(3, 3, 3))
+    tied = By(
+        lambda s, x: s.c(s.b(s.a(x))),
+        a=conv(3, 3, 3),
+        b=conv(3, 3, 3),
+        c=conv(3, 3, 3),
+    )
     tied.b.weight = tied.a.weight
     for model in (twice, tied):
         with pytest.raises(ValueError, match="its weight or bias is used several times"):
@@ -448,7 +460,7 @@ def test_outputs_in_a_dataclass_are_compared_and_other_objects_refused():
 
 
 def test_what_is_protected_keeps_its_sizes():
-    model = network()
+    model = build_network()
     small = prune_channels(model, 0.5, X, protect=["blocks.0", "hidden"])
     assert small.blocks[0].a.weight.shape == model.blocks[0].a.weight.shape
     assert small.hidden.weight.shape == model.hidden.weight.shape
@@ -475,16 +487,16 @@ def test_the_hidden_channels_of_a_transformer_go_and_its_residual_stays():
     torch.manual_seed(0)
     model, tokens = Decoder().double(), torch.randint(11, (2, 5))
     (group,) = _make_ranked_copy(model, (tokens,))[2]
-    assert (group.writers, readers(group)) == (["up"], [("down", 1)])
+    assert (group.writers, list_readers(group)) == (["up"], [("down", 1)])
     small = prune_channels(model, 0.75, tokens)
     assert small.up.out_features == small.down.in_features == 6
     masked = copy.deepcopy(model)
-    arrives = inputs_of_layers(model, tokens)["down"].flatten(0, 1).norm(dim=0)
+    arrives = record_layer_inputs(model, tokens)["down"].flatten(0, 1).norm(dim=0)
     masked.down.weight.data[:, (model.down.weight.norm(dim=0) * arrives).argsort()[:18]] = 0
     torch.testing.assert_close(small(tokens), masked(tokens), rtol=1e-12, atol=1e-12)
 
 
-def dead(layers, *, units=slice(None, None, 2)):
+def kill_units(layers, *, units=slice(None, None, 2)):
     """Make every second unit of `layers[0]`, or of the norm after it, always zero."""
     with torch.no_grad():
         for layer in layers:
@@ -493,7 +505,7 @@ def dead(layers, *, units=slice(None, None, 2)):
     return units
 
 
-def classifier():
+def build_classifier():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
@@ -524,7 +536,7 @@ class Heads(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
-def pooled():
+def build_pooled():
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1),
         nn.BatchNorm2d(16),
@@ -539,11 +551,11 @@ def pooled():
 
 # A model, the layers whose units are made constant, an input, and the layer whose units go.
 DEAD = {
-    "filters": (pooled, lambda m: [m[0]], (3, 6, 6), "0"),
-    "normalization": (pooled, lambda m: [m[1]], (3, 6, 6), "0"),
-    "last filters": (pooled, lambda m: [m[3]], (3, 6, 6), "3"),
-    "hidden": (classifier, lambda m: [m[0]], (6,), "0"),
-    "last hidden": (classifier, lambda m: [m[2]], (6,), "2"),
+    "filters": (build_pooled, lambda m: [m[0]], (3, 6, 6), "0"),
+    "normalization": (build_pooled, lambda m: [m[1]], (3, 6, 6), "0"),
+    "last filters": (build_pooled, lambda m: [m[3]], (3, 6, 6), "3"),
+    "hidden": (build_classifier, lambda m: [m[0]], (6,), "0"),
+    "last hidden": (build_classifier, lambda m: [m[2]], (6,), "2"),
     "gates": (Gated, lambda m: [m.gate, m.up], (6,), "up"),
 }
 
@@ -563,7 +575,7 @@ def test_units_that_are_always_zero_go_first_and_change_nothing(name, batch):
     torch.manual_seed(0)
     make, layers, size, writer = DEAD[name]
     model = make().eval()
-    units = dead(layers(model))
+    units = kill_units(layers(model))
     with torch.no_grad():  # what reads the dead units is large, what reads the others small
         for layer in model.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d) and layer not in layers(model):
@@ -595,7 +607,7 @@ def test_units_that_the_example_does_not_excite_are_not_dead():
     with torch.no_grad():
         model[0].weight.abs_()
         model[0].bias.zero_()
-        dead([model[0]], units=slice(3))
+        kill_units([model[0]], units=slice(3))
     small = prune_channels(model, 4 / 8, -torch.ones(1, 4))  # no unit with a weight is positive
     exact = copy.deepcopy(model)
     exact[2].weight.data[:, 3:][:, model[2].weight[:, 3:].norm(dim=0).argmin()] = 0
@@ -628,9 +640,9 @@ def test_units_that_produce_little_go_before_units_that_are_read_little():
 
 def test_bad_requests_say_what_to_ask_for():
     with pytest.raises(ValueError, match="sparsity < 1, got 1"):
-        prune_channels(classifier(), 1.0, torch.randn(2, 6))
+        prune_channels(build_classifier(), 1.0, torch.randn(2, 6))
     with pytest.raises(ValueError, match="got '4', whose channels cannot be removed"):
-        prune_channels(classifier(), {"4": 0.5}, torch.randn(2, 6))
+        prune_channels(build_classifier(), {"4": 0.5}, torch.randn(2, 6))
     unbatched = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)), 0.5, torch.randn(3, 9, 9)
     with pytest.raises(ValueError, match="got none in Sequential"):
         prune_channels(*unbatched)
@@ -667,7 +679,7 @@ def test_the_example_may_be_a_vector():
 
 
 def test_models_are_pruned_on_their_device_if_another_one_is_the_default():
-    model, inputs = classifier(), torch.randn(4, 6)
+    model, inputs = build_classifier(), torch.randn(4, 6)
     options = {"criterion": "taylor", "loss": lambda m: m(inputs).square().sum()}
     with torch.device("meta"):
         pruned = prune_channels(model, 0.5, inputs, **options)

@@ -25,7 +25,7 @@ TOKENS = torch.arange(40).view(2, 20)
 WEIGHTS = {"layers": [nn.Linear], "protect": ["lm_head"]}
 
 
-def llama(**sizes):
+def build_llama(**sizes):
     torch.manual_seed(0)
     default = {
         "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -35,7 +35,7 @@ def llama(**sizes):
     return transformers.LlamaForCausalLM(config).eval().half()
 
 
-def unpacked(words, bits, order=None):
+def unpack_words(words, bits, order=None):
     """Return the unsigned fields of int32 words, the lowest bits first, one loop per bit field."""
     fields = 32 // bits
     values = np.zeros((*words.shape, fields), np.int64)
@@ -49,8 +49,8 @@ def unpacked(words, bits, order=None):
 def read_gptq(tensors, name, bits):
     """Return a weight (out, in) as the specification of the format computes it."""
     scales = tensors[f"{name}.scales"].double().numpy()
-    zeros = unpacked(tensors[f"{name}.qzeros"], bits) + 1
-    codes = unpacked(tensors[f"{name}.qweight"].t(), bits)  # (out, in)
+    zeros = unpack_words(tensors[f"{name}.qzeros"], bits) + 1
+    codes = unpack_words(tensors[f"{name}.qweight"].t(), bits)  # (out, in)
     groups = tensors[f"{name}.g_idx"].numpy()
     weight = np.zeros(codes.shape)
     for i in range(codes.shape[1]):
@@ -61,8 +61,8 @@ def read_gptq(tensors, name, bits):
 def read_awq(tensors, name, group_size):
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     scales = tensors[f"{name}.scales"].double().numpy()
-    zeros = unpacked(tensors[f"{name}.qzeros"], 4, order)
-    codes = unpacked(tensors[f"{name}.qweight"], 4, order)  # (in, out)
+    zeros = unpack_words(tensors[f"{name}.qzeros"], 4, order)
+    codes = unpack_words(tensors[f"{name}.qweight"], 4, order)  # (in, out)
     weight = np.zeros(codes.shape)
     for i in range(len(codes)):
         weight[i] = scales[i // group_size] * (codes[i] - zeros[i // group_size])
@@ -83,7 +83,7 @@ def check(model, folder, read):
 
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, None)])
 def test_gptq_folder_has_the_weights_of_the_model(bits, group_size, tmp_path):
-    model = gptq(llama(), [TOKENS], bits, group_size=group_size, protect=["lm_head"])
+    model = gptq(build_llama(), [TOKENS], bits, group_size=group_size, protect=["lm_head"])
     save_gptq(model, tmp_path)
     config = check(model, tmp_path, lambda tensors, name: read_gptq(tensors, name, bits))
     settings = config["quantization_config"]
@@ -94,7 +94,7 @@ def test_gptq_folder_has_the_weights_of_the_model(bits, group_size, tmp_path):
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_awq_folder_has_the_weights_of_the_model(symmetric, tmp_path):
-    model = quantize(llama(), 4, group_size=32, symmetric=symmetric, **WEIGHTS)
+    model = quantize(build_llama(), 4, group_size=32, symmetric=symmetric, **WEIGHTS)
     save_awq(model, tmp_path)
     config = check(model, tmp_path, lambda tensors, name: read_awq(tensors, name, 32))
     assert config["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
@@ -105,7 +105,7 @@ def test_awq_folder_has_the_weights_of_the_model(symmetric, tmp_path):
 
 def test_a_group_may_be_a_whole_row(tmp_path):
     model = quantize(
-        llama(), 4, group_size=64, protect=["lm_head", "down_proj"], layers=[nn.Linear]
+        build_llama(), 4, group_size=64, protect=["lm_head", "down_proj"], layers=[nn.Linear]
     )
     save_awq(model, tmp_path)  # all other layers have 64 inputs: one scale per output
     settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
@@ -113,7 +113,7 @@ def test_a_group_may_be_a_whole_row(tmp_path):
 
 
 def test_a_tied_head_is_stored_once(tmp_path):
-    model = quantize(llama(tie_word_embeddings=True), 4, group_size=32, **WEIGHTS)
+    model = quantize(build_llama(tie_word_embeddings=True), 4, group_size=32, **WEIGHTS)
     save_awq(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     assert torch.equal(tensors["model.embed_tokens.weight"], model.lm_head.weight)
@@ -121,7 +121,7 @@ def test_a_tied_head_is_stored_once(tmp_path):
 
 
 def test_a_weight_that_the_configuration_does_not_tie_is_stored_for_each_layer(tmp_path):
-    model = llama()
+    model = build_llama()
     model.lm_head.weight = model.model.embed_tokens.weight
     save_awq(quantize(model, 4, group_size=32, **WEIGHTS), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -130,7 +130,7 @@ def test_a_weight_that_the_configuration_does_not_tie_is_stored_for_each_layer(t
 
 @pytest.mark.parametrize("save", [save_awq, save_gptq])
 def test_generation_settings_are_saved_and_other_types_than_float16_refused(save, tmp_path):
-    model = quantize(llama(), 4, group_size=32, **WEIGHTS)
+    model = quantize(build_llama(), 4, group_size=32, **WEIGHTS)
     model.generation_config.eos_token_id = [1, 5]
     save(model, tmp_path)
     saved = transformers.GenerationConfig.from_pretrained(tmp_path)
@@ -163,12 +163,12 @@ def test_generation_settings_are_saved_and_other_types_than_float16_refused(save
 @pytest.mark.parametrize("save", [save_awq, save_gptq])
 def test_what_a_folder_cannot_store_is_refused(save, compress, match, tmp_path):
     with pytest.raises(ValueError, match=match):
-        save(compress(llama()), tmp_path)
+        save(compress(build_llama()), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_pruned_model_that_no_configuration_describes_is_refused(tmp_path):
-    small = prune_channels(llama(), {"model.layers.0.mlp.up_proj": 0.5}, TOKENS)
+    small = prune_channels(build_llama(), {"model.layers.0.mlp.up_proj": 0.5}, TOKENS)
     small = quantize(small.half(), 4, **WEIGHTS)
     for save in (save_awq, save_gptq):
         with pytest.raises(ValueError, match="all layers alike"):
@@ -177,11 +177,13 @@ def test_a_pruned_model_that_no_configuration_describes_is_refused(tmp_path):
 
 
 def test_layers_that_the_gptq_format_implies_are_checked(tmp_path):
-    model = quantize(llama(), 4, group_size=32, layers=[nn.Linear], protect=["lm_head", "q_proj"])
+    model = quantize(
+        build_llama(), 4, group_size=32, layers=[nn.Linear], protect=["lm_head", "q_proj"]
+    )
     with pytest.raises(ValueError, match=r"q_proj, which is not quantized"):
         save_gptq(model, tmp_path)
     with pytest.raises(ValueError, match="lm_head, which is quantized"):
-        save_gptq(quantize(llama(), 4, group_size=32, layers=[nn.Linear]), tmp_path)
+        save_gptq(quantize(build_llama(), 4, group_size=32, layers=[nn.Linear]), tmp_path)
     # transformers would leave these layers dense, and fill them with random weights.
     options = {"vocab_size": 90, "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1}
     config = transformers.OPTConfig(**options, num_attention_heads=2, word_embed_proj_dim=32)
@@ -200,9 +202,9 @@ def test_layers_that_the_gptq_format_implies_are_checked(tmp_path):
 
 def test_layers_that_readers_of_awq_leave_dense_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"lm_head, which they leave dense because of lm_head"):
-        save_awq(quantize(llama(), 4, group_size=32, layers=[nn.Linear]), tmp_path)
+        save_awq(quantize(build_llama(), 4, group_size=32, layers=[nn.Linear]), tmp_path)
     for bias in (False, True):  # transformers leaves the layer of the last parameter dense
-        model = llama()
+        model = build_llama()
         model.last = nn.Linear(64, 64, bias=bias).half()
         small = quantize(model, 4, group_size=32, **WEIGHTS)
         if bias:
@@ -210,7 +212,7 @@ def test_layers_that_readers_of_awq_leave_dense_are_refused(tmp_path):
         else:
             with pytest.raises(ValueError, match="got last, which they leave dense"):
                 save_awq(small, tmp_path)
-    model = llama()
+    model = build_llama()
     model.model.layers[0].mlp.up = nn.Linear(64, 64).half()
     small = quantize(model, 4, group_size=32, layers=[nn.Linear], protect=["lm_head", "mlp.up"])
     with pytest.raises(
@@ -219,7 +221,7 @@ def test_layers_that_readers_of_awq_leave_dense_are_refused(tmp_path):
         save_awq(small, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
     with pytest.raises(ValueError, match="pass group_size=128"):
-        save_awq(quantize(llama(), 4, **WEIGHTS), tmp_path)
+        save_awq(quantize(build_llama(), 4, **WEIGHTS), tmp_path)
 
 
 def read_gguf(path):
@@ -259,7 +261,7 @@ def read_gguf(path):
     }
 
 
-def blocks_of(kind, data, count):
+def dequantize_blocks(kind, data, count):
     """Return `count` weights of a tensor, block by block with Python numbers."""
     weights = []
 
@@ -289,7 +291,7 @@ def blocks_of(kind, data, count):
 KINDS = {"Q8_0": (8, (32, 34)), "Q4_0": (2, (32, 18)), "Q4_K": (12, (256, 144))}
 
 
-def network():
+def build_network():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 64), nn.ReLU(), nn.Linear(64, 256), nn.Linear(256, 8))
     with torch.no_grad():
@@ -301,7 +303,7 @@ def network():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gguf_file_has_the_weights_that_are_returned(kind, tmp_path):
-    model = network()
+    model = build_network()
     metadata = {"general.architecture": "test", "test.count": np.int64(-3), "test.on": True}
     metadata["test.f"] = torch.finfo(torch.float32).max
     metadata |= {"tokens": ["a", "é"], "scores": [0.5, -1.0], "types": [1, 3], "on": [True]}
@@ -320,7 +322,7 @@ def test_gguf_file_has_the_weights_that_are_returned(kind, tmp_path):
         assert shape == list(parameter.shape)
         if parameter.dim() == 2 and shape[1] % block[0] == 0:
             assert type_ == number
-            exact = blocks_of(block, data, parameter.numel()).view_as(parameter)
+            exact = dequantize_blocks(block, data, parameter.numel()).view_as(parameter)
             torch.testing.assert_close(parameter.double(), exact, rtol=1e-6, atol=1e-7)
             dense = model.get_parameter(name)
             # Q4_0 has no code for the negative of a block's extreme.
@@ -371,43 +373,43 @@ def test_gguf_file_has_every_view(tmp_path):
 @pytest.mark.parametrize(("kind", "bits"), [("Q8_0", 8), ("Q4_0", 4)])
 def test_quantized_weights_are_stored_exactly(kind, bits, tmp_path):
     for group_size in (32, 64):
-        model = quantize(network().half(), bits, group_size=group_size)
+        model = quantize(build_network().half(), bits, group_size=group_size)
         rounded = save_gguf(model, tmp_path / "model.gguf", kind)
         for number in (0, 2, 3):
             assert torch.equal(rounded[number].weight, model[number].weight)
     for wrong, match in (
-        (quantize(network(), bits, group_size=32), r"model.half\(\)"),
-        (quantize(network().half(), bits, group_size=16), "multiple of 32 inputs"),
-        (quantize(network().half(), bits, group_size=32, symmetric=False), "symmetric"),
-        (kmeans_quantize(network(), 4), "got another format"),
+        (quantize(build_network(), bits, group_size=32), r"model.half\(\)"),
+        (quantize(build_network().half(), bits, group_size=16), "multiple of 32 inputs"),
+        (quantize(build_network().half(), bits, group_size=32, symmetric=False), "symmetric"),
+        (kmeans_quantize(build_network(), 4), "got another format"),
     ):
         with pytest.raises(ValueError, match=match):
             save_gguf(wrong, tmp_path / "wrong.gguf", kind)
     with pytest.raises(ValueError, match="inputs are a multiple of 256 for 'Q4_K', got none"):
-        save_gguf(network()[2], tmp_path / "wrong.gguf", "Q4_K")
+        save_gguf(build_network()[2], tmp_path / "wrong.gguf", "Q4_K")
     with pytest.raises(ValueError, match="merge_and_unload"):
-        save_gguf(add_lora(network()), tmp_path / "wrong.gguf", kind)
+        save_gguf(add_lora(build_network()), tmp_path / "wrong.gguf", kind)
     for names, match in (
         ({"typo": "x"}, "'typo'"),
         ({"0.bias": "2.bias"}, "different name .* got '2.bias'"),
         ({"0.bias": "b" * 64}, "at most 63 bytes"),  # llama.cpp cannot read it
     ):
         with pytest.raises(ValueError, match=match):
-            save_gguf(network(), tmp_path / "wrong.gguf", kind, names=names)
+            save_gguf(build_network(), tmp_path / "wrong.gguf", kind, names=names)
     wrong_values = 2**40, 1e300, [], [1, "a"], [1, -1], {"a": 1}
     for metadata in ({"general.alignment": 64}, *({"n": value} for value in wrong_values)):
         with pytest.raises(ValueError, match=r"alignment|metadata..n.."):
-            save_gguf(network(), tmp_path / "wrong.gguf", kind, metadata=metadata)
+            save_gguf(build_network(), tmp_path / "wrong.gguf", kind, metadata=metadata)
     with pytest.raises(ValueError, match="at most 4 dimensions"):
-        save_gguf(nn.Sequential(network(), nn.Conv3d(1, 1, 1)), tmp_path / "wrong.gguf", kind)
+        save_gguf(nn.Sequential(build_network(), nn.Conv3d(1, 1, 1)), tmp_path / "wrong.gguf", kind)
     with pytest.raises(ValueError, match="expected kind 'Q4_0'"):
-        save_gguf(network(), tmp_path / "wrong.gguf", "Q5_0")
+        save_gguf(build_network(), tmp_path / "wrong.gguf", "Q5_0")
     assert not (tmp_path / "wrong.gguf").exists()
 
 
 def test_other_libraries_read_the_same_numbers(tmp_path):
     gguf = pytest.importorskip("gguf", reason="gguf is not installed")
-    model = network()
+    model = build_network()
     for kind in KINDS:
         rounded = save_gguf(model, tmp_path / "model.gguf", kind)
         reader = gguf.GGUFReader(tmp_path / "model.gguf")
@@ -469,7 +471,7 @@ def test_transformers_loads_gguf_files(kind, tmp_path):
 def test_transformers_loads_gptq_and_awq_folders(save, bits, symmetric, tmp_path):
     for package in ("gptqmodel", "optimum", "accelerate"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    model = quantize(llama(), bits, group_size=32, symmetric=symmetric, **WEIGHTS)
+    model = quantize(build_llama(), bits, group_size=32, symmetric=symmetric, **WEIGHTS)
     save(model, tmp_path)
     # The default implementations of GPTQModel are compiled at their first use.
     if save is save_gptq:
@@ -495,7 +497,7 @@ def test_autoawq_reads_the_same_numbers(tmp_path):
     spec = importlib.util.spec_from_file_location("packing_utils", path)
     packing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(packing)
-    model = quantize(llama(), 4, group_size=32, symmetric=False, **WEIGHTS)
+    model = quantize(build_llama(), 4, group_size=32, symmetric=False, **WEIGHTS)
     save_awq(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for name, layer in model.named_modules():

@@ -14,7 +14,7 @@ X = torch.randn(16, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=t
 LABELS = torch.arange(16) % 4
 
 
-def network():
+def build_network():
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3),
@@ -32,23 +32,23 @@ def network():
     return model.eval()
 
 
-def loss(model):
+def compute_loss(model):
     return F.cross_entropy(model(X), LABELS)
 
 
-def magnitude(model, writer, reader):
+def compute_magnitude(model, writer, reader):
     power = writer.weight.flatten(1).square().sum(1) + writer.bias.square()
     return power + reader.weight.transpose(0, 1).flatten(1).square().sum(1)
 
 
-def taylor(model, writer, reader):
+def compute_taylor(model, writer, reader):
     model.zero_grad()
-    loss(model).backward()
+    compute_loss(model).backward()
     pairs = [(writer.weight, writer.weight.grad), (writer.bias, writer.bias.grad)]
     return sum((w * g).reshape(len(w), -1).sum(1) for w, g in pairs).square()
 
 
-def wanda(model, writer, reader):
+def compute_wanda(model, writer, reader):
     with torch.no_grad():
         inputs = model[: list(model).index(reader)](X)
     powers = reader.weight.square().transpose(0, 1).flatten(1).sum(1)
@@ -56,17 +56,17 @@ def wanda(model, writer, reader):
 
 
 FORMULAS = {
-    "wanda": wanda,
-    "magnitude": magnitude,
-    "taylor": taylor,
+    "wanda": compute_wanda,
+    "magnitude": compute_magnitude,
+    "taylor": compute_taylor,
     "bn_scale": lambda model, *_: model[1].weight.abs(),
 }
 
 
 @pytest.mark.parametrize("criterion", FORMULAS)
 def test_units_of_least_importance_go(criterion):
-    options = {"loss": loss} if criterion == "taylor" else {}
-    model = network()
+    options = {"loss": compute_loss} if criterion == "taylor" else {}
+    model = build_network()
     model[0].weight.requires_grad_(False)
     small = prune_channels(model, 0.5, X, criterion=criterion, **options)
     assert not small[0].weight.requires_grad
@@ -100,8 +100,8 @@ def test_units_of_least_importance_go(criterion):
     ],
 )
 def test_dead_units_go_first_by_every_criterion(criterion, scope):
-    options = {"loss": loss} if criterion == "taylor" else {}
-    model = network()
+    options = {"loss": compute_loss} if criterion == "taylor" else {}
+    model = build_network()
     with torch.no_grad():  # always 0 after the activation, with large weights that read it
         model[1].weight[[1, 5]], model[1].bias[[1, 5]] = 0, -1.0
         model[0].weight[[1, 5]] *= 100
@@ -116,7 +116,7 @@ def test_dead_units_go_first_by_every_criterion(criterion, scope):
 
 
 def test_global_ranking_removes_more_where_scores_are_small():
-    model = network()
+    model = build_network()
     with torch.no_grad():
         model[3].weight[:9] *= 1e-3
         model[3].bias[:9] *= 1e-3
@@ -131,24 +131,24 @@ def test_bad_criteria_are_refused():
     for options, match in (
         ({"criterion": "random"}, "expected criterion 'wanda'"),
         ({"criterion": "taylor"}, "expected loss"),
-        ({"loss": loss}, "for criterion='taylor' and no other"),
+        ({"loss": compute_loss}, "for criterion='taylor' and no other"),
         ({"scope": "layer"}, "expected scope 'group' or 'global'"),
     ):
         with pytest.raises(ValueError, match=match):
-            prune_channels(network(), 0.5, X, **options)
+            prune_channels(build_network(), 0.5, X, **options)
     with pytest.raises(ValueError, match="one sparsity for scope='global'"):
-        prune_channels(network(), {"0": 0.5}, X, scope="global")
+        prune_channels(build_network(), {"0": 0.5}, X, scope="global")
     linear = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     with pytest.raises(ValueError, match="expected a batch normalization with nonzero scales"):
         prune_channels(linear, 0.5, torch.randn(2, 4), criterion="bn_scale")
     with pytest.raises(ValueError, match=r"after \['3'\]"):
-        prune_channels(network(), {"3": 0.5}, X, criterion="bn_scale")
+        prune_channels(build_network(), {"3": 0.5}, X, criterion="bn_scale")
 
 
 @pytest.mark.parametrize("factor", [1e-3, 2e3])
 @pytest.mark.parametrize("criterion", ["magnitude", "taylor", "bn_scale"])
 def test_scores_of_16_bit_weights_neither_vanish_nor_overflow(criterion, factor):
-    model = network().half()
+    model = build_network().half()
     with torch.no_grad():
         if criterion == "bn_scale":
             model[1].weight.mul_(min(factor, 200.0))
@@ -158,7 +158,7 @@ def test_scores_of_16_bit_weights_neither_vanish_nor_overflow(criterion, factor)
         model[1].bias.fill_(0.5)  # no unit is dead
     exact = copy.deepcopy(model).double()
     order = FORMULAS[criterion](exact, exact[0], exact[3]).argsort(descending=True)
-    options = {"loss": lambda m: loss(m.double())} if criterion == "taylor" else {}
+    options = {"loss": lambda m: compute_loss(m.double())} if criterion == "taylor" else {}
     small = prune_channels(model, 0.5, X.half(), criterion=criterion, **options)
     assert torch.equal(small[0].weight, model[0].weight[order[:4].sort().values])
 

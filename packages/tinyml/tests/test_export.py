@@ -33,7 +33,7 @@ class Tied(nn.Module):
         return self.head(self.norm(x + self.body(x)))
 
 
-def model():
+def build_model():
     torch.manual_seed(0)
     return Tied()
 
@@ -112,9 +112,9 @@ def test_views_are_stored_separately(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_layers_are_restored_on_the_device_of_the_model(name, tmp_path):
-    small = COMPRESSIONS[name](model())
+    small = COMPRESSIONS[name](build_model())
     save(small, tmp_path / "model.safetensors")
-    loaded = load(model().cuda(), tmp_path / "model.safetensors")
+    loaded = load(build_model().cuda(), tmp_path / "model.safetensors")
     assert all(x.is_cuda for x in (*loaded.parameters(), *loaded.buffers()))
     close = {"rtol": 1e-3, "atol": 1e-3}
     torch.testing.assert_close(loaded(TOKENS.cuda()).cpu(), small(TOKENS), **close)
@@ -122,7 +122,7 @@ def test_layers_are_restored_on_the_device_of_the_model(name, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_loaded_model_equals_the_saved_one_bit_for_bit(name, tmp_path):
-    compressed = COMPRESSIONS[name](model())
+    compressed = COMPRESSIONS[name](build_model())
     path = tmp_path / "model.safetensors"
     save(compressed, path)
     for plain in (Tied(), kmeans_quantize(Tied(), 3)):
@@ -139,7 +139,7 @@ def test_a_loaded_model_equals_the_saved_one_bit_for_bit(name, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_weights_that_the_model_ties_and_the_file_does_not_are_loaded_separately(name, tmp_path):
-    untied = model()
+    untied = build_model()
     untied.head.weight = nn.Parameter(untied.head.weight.detach().flip(0) * 0.5)
     compressed = COMPRESSIONS[name](untied)
     save(compressed, tmp_path / "model.safetensors")
@@ -150,7 +150,7 @@ def test_weights_that_the_model_ties_and_the_file_does_not_are_loaded_separately
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
-    save(model(), path)
+    save(build_model(), path)
     before = path.read_bytes()
 
     def full(tensors, file, metadata):
@@ -159,7 +159,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr("tinyml.export.safetensors_file.save_file", full)
     with pytest.raises(OSError, match="no space"):
-        save(quantize(model(), 4), path)
+        save(quantize(build_model(), 4), path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
@@ -167,19 +167,19 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 def test_a_symbolic_link_is_followed(tmp_path):
     path, link = tmp_path / "model.safetensors", tmp_path / "latest.safetensors"
     link.symlink_to(path)
-    save(model(), link)
+    save(build_model(), link)
     assert link.is_symlink()
     assert not path.is_symlink()
-    load(model(), path)
+    load(build_model(), path)
     circle = tmp_path / "circle.safetensors"
     circle.symlink_to(circle)
-    save(model(), circle)
-    load(model(), circle)
+    save(build_model(), circle)
+    load(build_model(), circle)
 
 
 def test_the_wrong_model_or_file_says_so(tmp_path):
     path = tmp_path / "model.safetensors"
-    save(quantize(model(), 4), path)
+    save(quantize(build_model(), 4), path)
     with pytest.raises(RuntimeError, match="Unexpected key"):
         load(nn.Linear(2, 2), path)
     from safetensors.torch import save_file
@@ -188,7 +188,7 @@ def test_the_wrong_model_or_file_says_so(tmp_path):
     with pytest.raises(ValueError, match=r"expected a file written by tinyml\.save"):
         load(Tied(), tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"call convert\(model\) first"):
-        save(prepare_qat(model(), 4), path)
+        save(prepare_qat(build_model(), 4), path)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_a_model_with_nothing_to_compress_is_refused_by_name(name):
         COMPRESS[name](nn.Sequential(nn.ReLU()))
 
 
-def convnet():
+def build_convnet():
     layers = [nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 8), nn.Linear(8, 16)]
     return nn.Sequential(*layers).eval()
 
@@ -77,7 +77,7 @@ FINITE_ONLY = {
 )
 @pytest.mark.parametrize("name", FINITE_ONLY)
 def test_weights_that_are_not_numbers_are_refused_and_the_model_is_left_as_it_was(name, bad):
-    model = convnet()
+    model = build_convnet()
     with torch.no_grad():
         model[3].weight[1, 2] = bad
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -93,7 +93,7 @@ def test_weights_that_are_not_numbers_are_refused_and_the_model_is_left_as_it_wa
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int8])
 @pytest.mark.parametrize("name", FINITE_ONLY)
 def test_weights_of_unsupported_types_are_refused_by_name(name, dtype):
-    model = convnet()
+    model = build_convnet()
     weight = model[3].weight.detach().to(dtype)
     model[3].weight = nn.Parameter(weight, requires_grad=False)
     with pytest.raises(ValueError, match=r"float16, bfloat16, float32 or float64|not a float type"):
@@ -216,7 +216,7 @@ def test_masks_of_another_model_change_nothing():
 
 @pytest.mark.parametrize("name", ["prune", "kmeans_quantize", "dynamic", "gptq", "sensitivity"])
 def test_a_model_whose_layers_were_replaced_is_refused(name):
-    replaced = quantize(convnet(), activations="dynamic")
+    replaced = quantize(build_convnet(), activations="dynamic")
     with pytest.raises(ValueError, match=r"layers were not replaced, got Int8Linear layers; start"):
         FINITE_ONLY[name](replaced)
 
@@ -283,15 +283,15 @@ STORED = {
 }
 
 
-def two_layers(seed):
+def build_two_layers(seed):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Sequential(nn.Linear(32, 32)))
 
 
 @functools.cache
-def state_of_two_layers(how):
+def get_state_of_two_layers(how):
     """Return a state dict that several tests read and none changes."""
-    model = two_layers(1) if how == "float" else STORED[how](two_layers(1))
+    model = build_two_layers(1) if how == "float" else STORED[how](build_two_layers(1))
     return model.state_dict()
 
 
@@ -304,24 +304,24 @@ def _gains(monkeypatch):
 @pytest.mark.usefixtures("_gains")
 @pytest.mark.parametrize("into", STORED)
 def test_a_state_dict_of_another_compression_is_refused(into):
-    model, inputs = STORED[into](two_layers(0)), torch.randn(3, 32)
+    model, inputs = STORED[into](build_two_layers(0)), torch.randn(3, 32)
     for how in ("float", *STORED):
         if how != into:
             with pytest.raises(RuntimeError):
-                model.load_state_dict(state_of_two_layers(how))
-    saved = STORED[into](two_layers(1))
+                model.load_state_dict(get_state_of_two_layers(how))
+    saved = STORED[into](build_two_layers(1))
     model.load_state_dict(saved.state_dict())
     assert torch.equal(model(inputs), saved(inputs))
 
 
-def of_layer(function):
+def pass_sparse_layer(function):
     """Return `function` on a model with a hidden layer whose weight is sparse, and dense inputs."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     model[0].weight = nn.Parameter(model[0].weight.detach().to_sparse(), requires_grad=False)
     return function(model, torch.randn(3, 8))
 
 
-def of_inputs(function):
+def pass_sparse_inputs(function):
     """Return `function` on a dense model and sparse inputs."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     return function(model, torch.randn(3, 8).to_sparse())
@@ -337,21 +337,21 @@ WITH_INPUTS = {
 
 @pytest.mark.parametrize(
     ("make", "function"),
-    [(of_inputs, function) for function in WITH_INPUTS.values()]
-    + [(of_layer, function) for function in WITH_INPUTS.values()]
-    + [(of_layer, lambda model, _, function=f: function(model)) for f in COMPRESS.values()]
+    [(pass_sparse_inputs, function) for function in WITH_INPUTS.values()]
+    + [(pass_sparse_layer, function) for function in WITH_INPUTS.values()]
+    + [(pass_sparse_layer, lambda model, _, function=f: function(model)) for f in COMPRESS.values()]
     + [
-        (of_layer, lambda model, _: prepare_qat(model)),
-        (of_layer, lambda model, _: quantize(model, activations="dynamic")),
-        (of_layer, lambda model, _: add_lora(model, 2, parameters=["0.weight"])),
-        (of_layer, lambda model, _: LoRA(model[0], 2)),
-        (of_layer, lambda model, x: sensitivity(model, [(x, x)], lambda *_: 0.0)),
-        (of_layer, lambda model, _: size_of(model)),
-        (of_layer, lambda model, _: save(model, "never")),
-        (of_layer, lambda model, _: save_gguf(model, "never", "Q8_0")),
-        (of_inputs, lambda _, x: kmeans(x, 4)),
-        (of_inputs, lambda _, x: SoftPrompt(2, 8)(x[None])),
-        (of_inputs, lambda model, x: IntegerModel(model, [x.to_dense()])(x)),
+        (pass_sparse_layer, lambda model, _: prepare_qat(model)),
+        (pass_sparse_layer, lambda model, _: quantize(model, activations="dynamic")),
+        (pass_sparse_layer, lambda model, _: add_lora(model, 2, parameters=["0.weight"])),
+        (pass_sparse_layer, lambda model, _: LoRA(model[0], 2)),
+        (pass_sparse_layer, lambda model, x: sensitivity(model, [(x, x)], lambda *_: 0.0)),
+        (pass_sparse_layer, lambda model, _: size_of(model)),
+        (pass_sparse_layer, lambda model, _: save(model, "never")),
+        (pass_sparse_layer, lambda model, _: save_gguf(model, "never", "Q8_0")),
+        (pass_sparse_inputs, lambda _, x: kmeans(x, 4)),
+        (pass_sparse_inputs, lambda _, x: SoftPrompt(2, 8)(x[None])),
+        (pass_sparse_inputs, lambda model, x: IntegerModel(model, [x.to_dense()])(x)),
     ],
 )
 def test_sparse_tensors_are_refused_with_the_reason(make, function):

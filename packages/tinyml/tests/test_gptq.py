@@ -15,7 +15,7 @@ from tinyml.quantization.grid import Grid, as_rows, compute_grid
 from torch import nn
 
 
-def problem(outputs=6, inputs=20, samples=60, seed=0):
+def draw_problem(outputs=6, inputs=20, samples=60, seed=0):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(outputs, inputs, generator=generator, dtype=torch.float64)
     x = torch.randn(samples, inputs, generator=generator, dtype=torch.float64)
@@ -23,7 +23,7 @@ def problem(outputs=6, inputs=20, samples=60, seed=0):
     return weight, x
 
 
-def brute_force(weight, hessian, grid):
+def quantize_by_brute_force(weight, hessian, grid):
     """Quantize in order; after each step, update the remaining weights by the formula of OBQ.
 
     Everything is from an explicit inverse of the hessian of the weights that are left.
@@ -42,15 +42,15 @@ def brute_force(weight, hessian, grid):
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("block", [1, 7, 128])
 def test_codes_equal_brute_force(bits, block):
-    weight, x = problem(seed=bits)
+    weight, x = draw_problem(seed=bits)
     hessian = x.t() @ x
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(20, dtype=torch.float64)
     grid = compute_grid(weight, bits)
     codes, _ = compute_gptq_codes(weight, hessian, grid, damping=0.01, block=block)
-    assert torch.equal(codes, brute_force(weight, damped, grid))
+    assert torch.equal(codes, quantize_by_brute_force(weight, damped, grid))
 
 
-def brute_force_in_groups(weight, hessian, order, group, fit):
+def quantize_groups_by_brute_force(weight, hessian, order, group, fit):
     """Quantize columns in `order`; the grid of a group is fitted when its first column is reached.
 
     Everything is from an explicit inverse of the hessian of the columns that are left.
@@ -76,7 +76,7 @@ def brute_force_in_groups(weight, hessian, order, group, fit):
 @pytest.mark.parametrize("block", [1, 128])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_groups_are_fitted_to_updated_weights(activation_order, block, symmetric):
-    weight, x = problem(seed=5)
+    weight, x = draw_problem(seed=5)
     x = x * torch.linspace(0.5, 3, 20, dtype=torch.float64).flip(0)[torch.randperm(20)]
     hessian = x.t() @ x
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(20, dtype=torch.float64)
@@ -103,7 +103,7 @@ def test_groups_are_fitted_to_updated_weights(activation_order, block, symmetric
         refit=fit,
     )
     ours = grid.dequantize(codes.view(rows.shape)).view_as(weight)
-    exact = brute_force_in_groups(weight, damped, order, 5, fit)
+    exact = quantize_groups_by_brute_force(weight, damped, order, 5, fit)
     torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
 
 
@@ -113,7 +113,7 @@ def test_updated_groups_and_activation_order_lose_less():
 
     ratios = []
     for seed in range(8):
-        weight, x = problem(outputs=32, inputs=64, samples=300, seed=seed)
+        weight, x = draw_problem(outputs=32, inputs=64, samples=300, seed=seed)
         x = x * torch.logspace(-1, 1, 64, dtype=torch.float64)[torch.randperm(64)]
         rows = as_rows(weight, 16)
         losses = []
@@ -127,7 +127,7 @@ def test_updated_groups_and_activation_order_lose_less():
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_outputs_are_closer_than_with_rounding_to_the_nearest(bits):
-    weight, x = problem(outputs=32, inputs=64, samples=300)
+    weight, x = draw_problem(outputs=32, inputs=64, samples=300)
     grid = compute_grid(weight, bits)
     ours = grid.dequantize(compute_gptq_codes(weight, x.t() @ x, grid)[0])
     nearest = grid.dequantize(grid.quantize(weight))
@@ -135,7 +135,7 @@ def test_outputs_are_closer_than_with_rounding_to_the_nearest(bits):
 
 
 def test_an_uncorrelated_hessian_rounds_to_the_nearest():
-    weight, _ = problem()
+    weight, _ = draw_problem()
     grid = compute_grid(weight, 3)
     codes, _ = compute_gptq_codes(weight, 5.0 * torch.eye(20), grid)
     assert torch.equal(codes, grid.quantize(weight))
@@ -144,7 +144,7 @@ def test_an_uncorrelated_hessian_rounds_to_the_nearest():
 @pytest.mark.parametrize("damping", [0.0, 1e-300, 0.01])
 @pytest.mark.parametrize("kind", ["one sample", "dead inputs", "equal inputs", "zero", "negative"])
 def test_no_hessian_is_an_error(kind, damping):
-    weight, x = problem()
+    weight, x = draw_problem()
     x = {
         "one sample": x[:1],
         "dead inputs": x * (torch.arange(20) % 2),
@@ -167,7 +167,7 @@ def test_no_hessian_is_an_error(kind, damping):
 
 @pytest.mark.parametrize("group", [20, 5])
 def test_every_channel_or_group_has_the_codes_of_its_own_grid(group):
-    weight, x = problem()
+    weight, x = draw_problem()
     hessian = x.t() @ x
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(20, dtype=torch.float64)
     rows = as_rows(weight, group)
@@ -175,7 +175,7 @@ def test_every_channel_or_group_has_the_codes_of_its_own_grid(group):
     codes, _ = compute_gptq_codes(weight, hessian, grid, block=7)
     ours = grid.dequantize(codes.view(rows.shape)).view_as(weight)
     fixed = iter([compute_grid(part, 4) for part in weight.split(group, dim=1)])
-    exact = brute_force_in_groups(weight, damped, range(20), group, lambda _: next(fixed))
+    exact = quantize_groups_by_brute_force(weight, damped, range(20), group, lambda _: next(fixed))
     torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
 
 

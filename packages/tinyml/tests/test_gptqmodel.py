@@ -51,12 +51,12 @@ def trained():
 
 
 @torch.no_grad()
-def perplexity(model, tokens):
+def compute_perplexity(model, tokens):
     return float(model(tokens, labels=tokens).loss.exp())
 
 
 @torch.no_grad()
-def rounded_by_gptqmodel(model, batches, bits, activation_order):
+def round_by_gptqmodel(model, batches, bits, activation_order):
     pytest.importorskip("gptqmodel", reason="needs GPTQModel")
     from gptqmodel import quantization
     from gptqmodel.quantization.gptq import GPTQ
@@ -100,12 +100,14 @@ def rounded_by_gptqmodel(model, batches, bits, activation_order):
 def test_the_perplexity_is_that_of_gptqmodel(trained, bits, activation_order):
     model, batches, held_out = trained
     options = {"group_size": 32, "protect": ["lm_head"]}
-    ours = perplexity(
+    ours = compute_perplexity(
         gptq(model, batches, bits, activation_order=activation_order, **options), held_out
     )
-    theirs = perplexity(rounded_by_gptqmodel(model, batches, bits, activation_order), held_out)
-    nearest = perplexity(quantize(model, bits, layers=[nn.Linear], **options), held_out)
-    exact = perplexity(model, held_out)
+    theirs = compute_perplexity(
+        round_by_gptqmodel(model, batches, bits, activation_order), held_out
+    )
+    nearest = compute_perplexity(quantize(model, bits, layers=[nn.Linear], **options), held_out)
+    exact = compute_perplexity(model, held_out)
     print(f"{exact:.3f} float, {nearest:.3f} nearest, {theirs:.3f} GPTQModel, {ours:.3f} ours")
     assert ours - exact < 0.8 * (nearest - exact)
     assert ours < 1.02 * theirs

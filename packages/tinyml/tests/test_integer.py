@@ -28,7 +28,7 @@ from tinyml.integer.to_c import to_c
 from torch import nn
 
 
-def oracle(model, codes):
+def compute_in_integers(model, codes):
     """Compute the network in Python's integers, one output at a time, from the stored integers."""
     values = [codes.numpy().astype(np.int64)]
     for layer, sources in zip(model.layers, model.sources, strict=True):
@@ -37,12 +37,12 @@ def oracle(model, codes):
     return values[-1]
 
 
-def rounded(value, multiplier, shift, after):
+def round_fixed_point(value, multiplier, shift, after):
     exact = (int(value) * int(multiplier) + ((1 << int(shift)) >> 1)) >> int(shift)
     return min(127, max(-128, exact + after.zero))
 
 
-def _matmul(layer, values):
+def _compute_matmul(layer, values):
     weight, bias = layer.weight.numpy().astype(np.int64), layer.bias.numpy().astype(np.int64)
     if layer.geometry is None:
         sums = values @ weight.T + bias
@@ -67,39 +67,41 @@ def _matmul(layer, values):
     for channel in range(sums.shape[axis]):
         m, s = layer.multiplier[channel], layer.shift[channel]
         index = (slice(None),) * axis + (channel,)
-        flat = [rounded(v, m, s, layer.after) for v in sums[index].flat]
+        flat = [round_fixed_point(v, m, s, layer.after) for v in sums[index].flat]
         out[index] = np.array(flat).reshape(sums[index].shape)
     return out
 
 
-def _elementwise(layer, shape, terms):
-    flat = [rounded(v, 1, layer.shift, layer.after) for v in terms.flat]
+def _compute_elementwise(layer, shape, terms):
+    flat = [round_fixed_point(v, 1, layer.shift, layer.after) for v in terms.flat]
     return np.array(flat).reshape(shape)
 
 
-def _moved(layer, values):
+def _move_to_common_scale(layer, values):
     parts = zip(values, layer.before, layer.multiplier.tolist(), strict=True)
     return [(value - scale.zero) * m for value, scale, m in parts]
 
 
-def _sum(layer, *values):
-    return _elementwise(layer, values[0].shape, sum(_moved(layer, values)))
+def _compute_sum(layer, *values):
+    return _compute_elementwise(layer, values[0].shape, sum(_move_to_common_scale(layer, values)))
 
 
-def _cat(layer, *values):
-    return np.concatenate([_elementwise(layer, t.shape, t) for t in _moved(layer, values)], 1)
+def _compute_cat(layer, *values):
+    return np.concatenate(
+        [_compute_elementwise(layer, t.shape, t) for t in _move_to_common_scale(layer, values)], 1
+    )
 
 
-def _mul(layer, a, b):
+def _compute_mul(layer, a, b):
     product = (a - layer.before[0].zero) * (b - layer.before[1].zero) * int(layer.multiplier)
-    return _elementwise(layer, product.shape, product)
+    return _compute_elementwise(layer, product.shape, product)
 
 
-def _table(layer, values):
+def _look_up(layer, values):
     return np.array([int(layer.table[v + 128]) for v in values.flat]).reshape(values.shape)
 
 
-def _pool(layer, values):
+def _compute_pool(layer, values):
     g = layer.geometry
     fill = -128 if layer.is_maximum else layer.scale.zero
     pads = [(0, 0), (0, 0), (g.padding[0],) * 2, (g.padding[1],) * 2]
@@ -113,12 +115,12 @@ def _pool(layer, values):
 
 
 ORACLES = {
-    IntegerMatMul: _matmul,
-    IntegerSum: _sum,
-    IntegerCat: _cat,
-    IntegerMul: _mul,
-    IntegerTable: _table,
-    IntegerPool: _pool,
+    IntegerMatMul: _compute_matmul,
+    IntegerSum: _compute_sum,
+    IntegerCat: _compute_cat,
+    IntegerMul: _compute_mul,
+    IntegerTable: _look_up,
+    IntegerPool: _compute_pool,
     IntegerReshape: lambda layer, values: values.reshape(len(values), *layer.shape),
 }
 
@@ -167,7 +169,7 @@ class Wrapper(nn.Module):
         return self.head(x.view(x.size(0), -1)) * 0.5 + 1
 
 
-def convnet():
+def build_convnet():
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(2, 8, 3, padding=1),
@@ -193,14 +195,14 @@ def convnet():
     return model.eval()
 
 
-def pooled():
+def build_pooled():
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Conv2d(2, 7, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(7, 3)
     ).eval()
 
 
-BUILDS = {"chain": convnet, "pooled": pooled, "graph": Wrapper}
+BUILDS = {"chain": build_convnet, "pooled": build_pooled, "graph": Wrapper}
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -213,7 +215,7 @@ def test_every_bit_equals_the_oracle(build):
         codes = model.quantize(inputs)
         ours = model.integers(codes)
         assert ours.dtype == torch.int8
-        assert np.array_equal(ours.numpy(), oracle(model, codes))
+        assert np.array_equal(ours.numpy(), compute_in_integers(model, codes))
 
 
 @pytest.fixture(params=["none", "bf16"])
@@ -255,7 +257,7 @@ def test_sums_of_one_channel_are_exact_if_the_result_has_one_column(kernel, stri
         assert torch.equal(sums.double(), exact)
 
 
-def compiled(program, folder, *options):
+def compile_program(program, folder, *options):
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler here")
@@ -277,7 +279,7 @@ def test_the_c_program_has_the_same_bits_on_1000_images(build, tmp_path):
     program = to_c(model)
     codes = model.quantize(3 * images)
     run = subprocess.run(
-        [compiled(program, tmp_path)],
+        [compile_program(program, tmp_path)],
         input=codes.numpy().tobytes(),
         capture_output=True,
         check=True,
@@ -301,7 +303,7 @@ def test_the_c_program_is_the_same_however_it_is_compiled(build, options, tmp_pa
     images = torch.randn(20, 2, size, size, generator=torch.Generator().manual_seed(5))
     model = IntegerModel(BUILDS[build](), [images])
     codes = model.quantize(10 * images)
-    program = compiled(to_c(model), tmp_path, *options)
+    program = compile_program(to_c(model), tmp_path, *options)
     run = subprocess.run([program], input=codes.numpy().tobytes(), capture_output=True, check=True)
     outputs = np.frombuffer(run.stdout, dtype=np.int8).reshape(20, -1)
     assert np.array_equal(outputs, model.integers(codes).numpy())
@@ -357,7 +359,7 @@ def test_views_that_are_changed_in_place_are_followed():
 
 
 def test_what_a_c_program_takes_is_counted():
-    model = IntegerModel(pooled(), [torch.randn(4, 2, 9, 9)])
+    model = IntegerModel(build_pooled(), [torch.randn(4, 2, 9, 9)])
     program = to_c(model)
     # 7 filters of 2 x 3 x 3 and 3 rows of 7; bias and multiplier 4 bytes, shift 1.
     assert program.flash_bytes == 7 * 18 + 3 * 7 + (7 + 3) * 9
@@ -373,7 +375,7 @@ def test_what_a_c_program_takes_is_counted():
 
 
 def test_it_is_close_to_the_float_model():
-    build, generator = convnet(), torch.Generator().manual_seed(2)
+    build, generator = build_convnet(), torch.Generator().manual_seed(2)
     batches = [torch.randn(64, 2, 9, 9, generator=generator)]
     model = IntegerModel(build, batches)
     with torch.no_grad():
@@ -383,7 +385,7 @@ def test_it_is_close_to_the_float_model():
 
 
 def test_the_float_model_is_as_it_was():
-    model = convnet().train()
+    model = build_convnet().train()
     before = {name: t.clone() for name, t in model.state_dict().items()}
     IntegerModel(model, [torch.randn(4, 2, 9, 9)])
     assert all(module.training for module in model.modules())
@@ -488,7 +490,7 @@ def test_constants_of_each_channel_are_integers_too(dtype):
         exact = model(inputs)
     assert (integer(inputs) - exact).norm() < 0.03 * exact.norm()
     codes = integer.quantize(inputs)
-    assert np.array_equal(integer.integers(codes).numpy(), oracle(integer, codes))
+    assert np.array_equal(integer.integers(codes).numpy(), compute_in_integers(integer, codes))
 
 
 def test_normalization_of_other_channels_than_those_of_a_linear_layer_is_not_folded():
@@ -610,7 +612,7 @@ def test_a_bias_far_above_its_products_is_kept(size):
 
 
 def test_inputs_that_do_not_fit_are_refused():
-    model = IntegerModel(pooled(), [torch.randn(4, 2, 9, 9)])
+    model = IntegerModel(build_pooled(), [torch.randn(4, 2, 9, 9)])
     assert model(torch.zeros(0, 2, 9, 9)).shape == (0, 3)
     with pytest.raises(ValueError, match=r"\(batch, 2, 9, 9\), got \(1, 2, 8, 8\)"):
         model(torch.zeros(1, 2, 8, 8))
@@ -625,7 +627,7 @@ def test_inputs_that_do_not_fit_are_refused():
 def test_a_state_dict_contains_every_grid():
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(16, 2, 9, 9, generator=generator)
-    for build in (convnet, pooled):
+    for build in (build_convnet, build_pooled):
         saved = IntegerModel(build(), [inputs])
         other = IntegerModel(build(), [5 * inputs + 2])  # calibrated on something else
         assert not torch.equal(other(inputs), saved(inputs))
@@ -635,7 +637,7 @@ def test_a_state_dict_contains_every_grid():
 
 
 def test_batch_normalization_that_is_not_finite_is_refused():
-    model = convnet()
+    model = build_convnet()
     model[1].bias.data[0] = float("nan")
     with pytest.raises(ValueError, match="nan or inf"):
         IntegerModel(model, [torch.randn(2, 2, 9, 9)])

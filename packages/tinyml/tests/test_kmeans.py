@@ -29,7 +29,7 @@ def test_codes_out_of_range_are_not_packed(codes):
         pack(torch.tensor(codes), 4)
 
 
-def plain_lloyd(values, k):
+def run_plain_lloyd(values, k):
     centroids = torch.linspace(float(values.min()), float(values.max()), k, dtype=torch.float64)
     codes = None
     while True:
@@ -51,7 +51,7 @@ def test_the_result_is_a_fixed_point_and_better_than_from_even_centroids(n, k):
     assert torch.equal(codes.long(), nearest)
     means = torch.stack([values[nearest == number].mean() for number in range(k)])
     torch.testing.assert_close(centroids, means, rtol=0, atol=1e-12)
-    even, even_codes = plain_lloyd(values, k)
+    even, even_codes = run_plain_lloyd(values, k)
     error = (values - even[even_codes]).square().sum()
     assert error >= (1.3 if k >= 16 else 1 - 1e-12) * (values - centroids[nearest]).square().sum()
 
@@ -161,7 +161,7 @@ def test_ten_million_weights_take_at_most_two_sorts():
     assert_at_most("tinyml: k-means of ten million weights over a sort", 2, sorted(ratios)[1])
 
 
-def squared_error(weights, rounded):
+def compute_squared_error(weights, rounded):
     return (weights.double() - rounded.double()).square().sum()
 
 
@@ -181,7 +181,7 @@ def test_the_error_is_at_most_that_of_sklearn(name, k):
     values = DISTRIBUTIONS[name].sample((3000,)).double()
     centroids, codes = kmeans(values, k)
     theirs = cluster.KMeans(k, random_state=0, n_init=10).fit(values.numpy()[:, None])
-    assert squared_error(values, centroids[codes.int()]) <= theirs.inertia_ * (1 + 1e-9)
+    assert compute_squared_error(values, centroids[codes.int()]) <= theirs.inertia_ * (1 + 1e-9)
 
 
 @pytest.mark.timing
@@ -195,8 +195,8 @@ def test_ten_million_weights_are_nearer_than_by_sklearn_and_sooner():
     ours = time.process_time() - middle
     # scikit-learn adds up its own error in float32.
     their_centroids = torch.from_numpy(theirs.cluster_centers_[:, 0])
-    error = squared_error(weights, centroids[codes.int()])
-    assert error < squared_error(weights, their_centroids[torch.from_numpy(theirs.labels_)])
+    error = compute_squared_error(weights, centroids[codes.int()])
+    assert error < compute_squared_error(weights, their_centroids[torch.from_numpy(theirs.labels_)])
     assert_at_least("tinyml: k-means of scikit-learn over ours", 2, (middle - start) / ours)
 
 

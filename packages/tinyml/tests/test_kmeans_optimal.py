@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tinyml.quantization.kmeans import find_best_centroids, kmeans
 
 
-def squared_error(values, centroids, codes):
+def compute_squared_error(values, centroids, codes):
     return float((values - centroids[codes.long()]).square().sum())
 
 
@@ -29,7 +29,9 @@ def test_no_partition_into_intervals_is_better(numbers, k):
         )
         for cuts in itertools.combinations_with_replacement(range(len(numbers) + 1), k - 1)
     )
-    assert squared_error(values, *kmeans(values, k)) == pytest.approx(best, rel=1e-9, abs=1e-12)
+    assert compute_squared_error(values, *kmeans(values, k)) == pytest.approx(
+        best, rel=1e-9, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("k", [2, 16, 64])
@@ -39,8 +41,8 @@ def test_more_values_than_the_summary_stay_close_to_the_optimum(k):
     ordered, counts = values.unique(return_counts=True)
     centroids = find_best_centroids(ordered, counts, k)
     codes = torch.bucketize(values, (centroids[1:] + centroids[:-1]) / 2)
-    best = squared_error(values, centroids, codes)
-    ours = squared_error(values, *kmeans(values, k))
+    best = compute_squared_error(values, centroids, codes)
+    ours = compute_squared_error(values, *kmeans(values, k))
     assert best * (1 - 1e-9) <= ours <= best * 1.01
 
 

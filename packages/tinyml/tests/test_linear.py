@@ -211,18 +211,18 @@ def test_dynamic_replaces_the_linears_and_nothing_else():
     assert quantized(torch.arange(4)).shape == (4, 9)
 
 
-def int8(model):
+def quantize_to_int8(model):
     """Return the model with integer products."""
     return quantize(model, activations="dynamic")
 
 
-def int4(model):
+def quantize_to_int4(model):
     """Return the model with 4-bit weights."""
     stored = quantize(model[0], 4, group_size=16).parametrizations.weight[0]
     return nn.Sequential(Int4Linear(stored, model[0].bias))
 
 
-@pytest.mark.parametrize("replace", [int8, int4])
+@pytest.mark.parametrize("replace", [quantize_to_int8, quantize_to_int4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_pass_through_replaced_layers_as_through_their_dense_weight(replace, dtype):
     torch.manual_seed(0)
@@ -263,7 +263,7 @@ def test_hooks_of_a_replaced_layer_are_never_dropped(hook):
     model = nn.Sequential(nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 4))
     HOOKS[hook](model[2])
     with pytest.raises(ValueError, match=r"without hooks.* on 2"):
-        int8(model)
+        quantize_to_int8(model)
     adapted = add_lora(nn.Sequential(nn.Linear(16, 4)), 2)
     HOOKS[hook](adapted[0])
     with pytest.raises(ValueError, match=r"without hooks.* on 0"):

@@ -26,12 +26,12 @@ from tinyml import (
 from torch import nn
 
 
-def mlp(dtype=torch.float32):
+def build_mlp(dtype=torch.float32):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(48, 32), nn.Tanh(), nn.Linear(32, 16)).to(dtype)
 
 
-def trained(model):
+def train_adapters(model):
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data.normal_()
@@ -39,7 +39,7 @@ def trained(model):
 
 
 def test_the_function_starts_unchanged_and_only_the_update_trains():
-    model, inputs = mlp(), torch.randn(7, 48)
+    model, inputs = build_mlp(), torch.randn(7, 48)
     before = model(inputs)
     add_lora(model, 4)
     assert torch.equal(model(inputs), before)
@@ -75,7 +75,7 @@ def test_the_bytes_of_a_rank():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unmerge_restores_every_bit(dtype):
-    model = trained(add_lora(mlp(dtype), 8))
+    model = train_adapters(add_lora(build_mlp(dtype), 8))
     before = [layer.base.weight.clone() for layer in (model[0], model[2])]
     merge(model)
     assert model[0].merged
@@ -87,7 +87,7 @@ def test_unmerge_restores_every_bit(dtype):
 
 
 def test_merged_and_unmerged_agree():
-    layer = trained(LoRA(nn.Linear(12, 9), 3, alpha=6).double())
+    layer = train_adapters(LoRA(nn.Linear(12, 9), 3, alpha=6).double())
     inputs = torch.randn(5, 12).double()
     apart, weight = layer(inputs), layer.weight
     layer.merge()
@@ -96,7 +96,7 @@ def test_merged_and_unmerged_agree():
 
 
 def test_an_adapter_trains_beside_a_quantized_base():
-    base = quantize(mlp(), 4)
+    base = quantize(build_mlp(), 4)
     inputs, targets = torch.randn(64, 48), torch.randn(64, 16)
     before = (base(inputs) - targets).square().mean().item()
     model = add_lora(base, 4)
@@ -112,7 +112,7 @@ def test_an_adapter_trains_beside_a_quantized_base():
 
 
 def test_targets_name_layers_by_the_end_of_their_name():
-    model = nn.ModuleDict({"q_proj": nn.Linear(8, 8), "mlp": mlp()})
+    model = nn.ModuleDict({"q_proj": nn.Linear(8, 8), "mlp": build_mlp()})
     add_lora(model, 2, targets=["q_proj", "mlp.2"])
     state = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert set(state) == {
@@ -127,28 +127,28 @@ def test_targets_name_layers_by_the_end_of_their_name():
 
 def test_bad_requests_say_what_to_ask_for():
     with pytest.raises(ValueError, match=r"expected 1 <= rank <= 16, .*got 17"):
-        add_lora(mlp(), 17)
+        add_lora(build_mlp(), 17)
     with pytest.raises(ValueError, match="as targets, got"):
-        add_lora(mlp(), 2, targets=["query"])
+        add_lora(build_mlp(), 2, targets=["query"])
     for targets in (None, ["2"]):
         with pytest.raises(
             ValueError, match=r"without adapters, got an adapter of 0; .* all .* one call"
         ):
-            add_lora(add_lora(mlp(), 2, targets=["0"]), 2, targets=targets)
+            add_lora(add_lora(build_mlp(), 2, targets=["0"]), 2, targets=targets)
     with pytest.raises(ValueError, match=r"add_lora\(model\)"):
-        merge(mlp())
+        merge(build_mlp())
     for layer in (nn.Conv2d(1, 1, 1), nn.Embedding(8, 4)):
         with pytest.raises(TypeError, match=f"expected nn.Linear, got {type(layer).__name__}"):
             LoRA(layer)
 
 
-def adapted(alpha=None, seed=0):
+def build_adapted(alpha=None, seed=0):
     torch.manual_seed(seed)
-    return trained(add_lora(mlp(), 4, alpha=alpha))
+    return train_adapters(add_lora(build_mlp(), 4, alpha=alpha))
 
 
 def test_state_dicts_of_merged_adapters_are_refused():
-    saved, other = adapted(alpha=16).double(), adapted(seed=1).double()
+    saved, other = build_adapted(alpha=16).double(), build_adapted(seed=1).double()
     inputs, state = torch.randn(7, 48).double(), saved.state_dict()
     merge(other)
     before = other(inputs)
@@ -164,7 +164,7 @@ def test_merging_changes_no_weight_that_is_shared():
     embed, head = nn.Embedding(12, 9), nn.Linear(9, 12, bias=False)
     head.weight = embed.weight
     model, tokens = nn.Sequential(embed, head), torch.arange(12)
-    trained(add_lora(model, 3))
+    train_adapters(add_lora(model, 3))
     before, apart = embed.weight.clone(), model(tokens)
     torch.testing.assert_close(merge(model)(tokens), apart)
     assert embed.weight is not head.weight
@@ -173,12 +173,12 @@ def test_merging_changes_no_weight_that_is_shared():
     assert torch.equal(embed.weight, before)
 
 
-def snapshot(model):
+def take_snapshot(model):
     state = {name: tensor.clone() for name, tensor in model.named_parameters()}
     return str(model), state, [p.requires_grad for p in model.parameters()]
 
 
-def same(a, b):
+def are_same(a, b):
     return a[0] == b[0] and a[2] == b[2] and all(torch.equal(t, b[1][n]) for n, t in a[1].items())
 
 
@@ -199,21 +199,21 @@ class Odd(nn.Module):
 )
 def test_adapters_go_in_all_or_not_at_all(arguments, message):
     model = nn.Sequential(Odd())
-    before = snapshot(model)
+    before = take_snapshot(model)
     with pytest.raises((ValueError, TypeError), match=message):
         add_lora(model, **arguments)
-    assert same(snapshot(model), before)
+    assert are_same(take_snapshot(model), before)
 
 
 def test_merging_twice_or_a_part_is_refused():
-    model = merge(adapted())
-    before = snapshot(model)
+    model = merge(build_adapted())
+    before = take_snapshot(model)
     with pytest.raises(
         RuntimeError, match=r"0: .*unmerged update, got a merged one.*nothing was merged"
     ):
         merge(model)
-    assert same(snapshot(model), before)
-    half = adapted()
+    assert are_same(take_snapshot(model), before)
+    half = build_adapted()
     half[2].base = quantize(nn.Sequential(half[2].base), 4)[0]
     with pytest.raises(RuntimeError, match="2: the base weight is compressed"):
         merge(half)
@@ -222,7 +222,7 @@ def test_merging_twice_or_a_part_is_refused():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_factors_that_are_not_finite_are_not_merged(bad):
-    model = adapted()
+    model = build_adapted()
     model[2].lora_B.data[0, 0] = bad
     with pytest.raises(ValueError, match=r"2: .*finite values in the merged.*nothing was merged"):
         merge(model)
@@ -263,7 +263,7 @@ def test_a_layer_at_two_places_has_its_adapter_at_both():
 
 
 def test_targets_that_are_all_protected_are_refused_with_this_reason():
-    model = nn.ModuleDict({"a": mlp(), "b": mlp()})
+    model = nn.ModuleDict({"a": build_mlp(), "b": build_mlp()})
     with pytest.raises(ValueError, match=r"outside of protect as targets, got \['0', '2'\]"):
         add_lora(model, 2, targets=["0", "2"], protect=["a", "b"])
     with pytest.raises(ValueError, match=r"outside of protect as targets, got \['1'\]"):
@@ -290,7 +290,7 @@ def test_lora_in_transformer_encoder_layer_trains_and_merges():
 def test_what_is_merged_is_compressed_as_one_weight(tmp_path):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
-    model, inputs = trained(add_lora(copy.deepcopy(plain), 2)), torch.randn(40, 32)
+    model, inputs = train_adapters(add_lora(copy.deepcopy(plain), 2)), torch.randn(40, 32)
     exact = merge(model)(inputs).detach()
     for compress in (
         lambda m: quantize(m, 8),
@@ -439,7 +439,7 @@ def test_a_layer_whose_outputs_are_not_those_of_its_weight_is_refused(layer):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_subclass_that_computes_the_same_outputs_is_adapted(dtype):
-    model = trained(add_lora(nn.Sequential(Cast(8, 6)).to(dtype), 2))
+    model = train_adapters(add_lora(nn.Sequential(Cast(8, 6)).to(dtype), 2))
     inputs = torch.randn(5, 8, dtype=dtype)
     before = model(inputs)
     close = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {}
@@ -447,7 +447,7 @@ def test_a_subclass_that_computes_the_same_outputs_is_adapted(dtype):
 
 
 def test_adapters_of_layers_with_hooks_that_change_the_function_are_not_merged():
-    model = trained(add_lora(mlp(), 2))
+    model = train_adapters(add_lora(build_mlp(), 2))
     inputs = torch.randn(5, 48)
     before = model(inputs)
     handle = model[2].base.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
@@ -462,7 +462,7 @@ def test_adapters_of_layers_with_hooks_that_change_the_function_are_not_merged()
 
 
 def test_changed_factors_are_noticed_in_inference_mode():
-    model = trained(add_lora(nn.Sequential(nn.Linear(8, 8)), 2))
+    model = train_adapters(add_lora(nn.Sequential(nn.Linear(8, 8)), 2))
     with torch.inference_mode():
         inputs = torch.randn(3, 8).double()
         merge(model.double())(inputs)

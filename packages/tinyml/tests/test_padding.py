@@ -8,15 +8,15 @@ from tinyml import gptq
 from torch import nn
 
 
-def model_and_batches():
+def build_model_and_batches():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 16))
     return model, list(torch.randn(4, 50, 64))
 
 
-def model_and_padded_batch():
+def build_model_and_padded_batch():
     """Return a model, inputs of two sequences, and the mask of the padding in the second one."""
-    model, batches = model_and_batches()
+    model, batches = build_model_and_batches()
     mask = torch.ones(2, 50, dtype=torch.long)
     mask[1, 30:] = 0
     padded = torch.stack(batches[:2])
@@ -36,7 +36,7 @@ class Masked(nn.Module):
 
 
 def test_keyword_batches_are_calibrated_on_without_their_padding():
-    model, padded, mask = model_and_padded_batch()
+    model, padded, mask = build_model_and_padded_batch()
     exact = gptq(model, [padded[mask == 1]])
     batch = {"inputs": padded, "attention_mask": mask}
     masked = gptq(Masked(model), [batch])
@@ -58,7 +58,7 @@ class Flattening(nn.Module):
 
 
 def test_padding_does_not_count_after_sequences_are_joined():
-    model, padded, mask = model_and_padded_batch()
+    model, padded, mask = build_model_and_padded_batch()
     exact = gptq(model, [padded[mask == 1]])
     masked = gptq(Flattening(model), [{"inputs": padded, "attention_mask": mask}])
     assert torch.equal(masked.layers(padded), exact(padded))
@@ -78,7 +78,7 @@ class SequenceFirst(nn.Module):
 
 
 def test_padding_does_not_count_in_layers_with_the_sequence_first():
-    model, padded, mask = model_and_padded_batch()
+    model, padded, mask = build_model_and_padded_batch()
     exact = gptq(model, [padded[mask == 1]])
     masked = gptq(SequenceFirst(model), [{"inputs": padded, "attention_mask": mask}])
     torch.testing.assert_close(masked.layers(padded), exact(padded))
@@ -95,7 +95,7 @@ def test_padding_does_not_count_in_layers_with_the_sequence_first():
 
 
 def test_padding_of_an_encoder_and_a_decoder_is_refused():
-    model, batches = model_and_batches()
+    model, batches = build_model_and_batches()
     model = Masked(model)
     model.config = SimpleNamespace(is_encoder_decoder=True)
     mask = torch.ones(1, 50)

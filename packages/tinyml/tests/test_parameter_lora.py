@@ -73,7 +73,7 @@ class Model(nn.Module):
         return self.blocks[0](x)
 
 
-def adapted(is_transposed=False, targets=None):
+def build_adapted(is_transposed=False, targets=None):
     model = add_lora(Model(is_transposed), 2, alpha=3.0, parameters=NAMES, targets=targets)
     generator = torch.Generator().manual_seed(1)
     for tensor in model.parameters():
@@ -84,7 +84,7 @@ def adapted(is_transposed=False, targets=None):
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_update_is_one_product_per_expert(is_transposed):
-    model, plain = adapted(is_transposed), Model(is_transposed)
+    model, plain = build_adapted(is_transposed), Model(is_transposed)
     assert torch.equal(add_lora(Model(is_transposed), 2, parameters=NAMES)(X), plain(X))
     for name, adapter in find_parameter_adapters(model).items():
         weight = plain.get_parameter(name).detach()
@@ -102,7 +102,7 @@ def test_update_is_one_product_per_expert(is_transposed):
 
 
 def test_only_the_factors_are_trained_and_each_call_uses_their_values():
-    model = adapted()
+    model = build_adapted()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert len(trained) == 6
     before = model(X)
@@ -114,7 +114,7 @@ def test_only_the_factors_are_trained_and_each_call_uses_their_values():
 
 
 def test_copies_have_separate_adapters():
-    model = adapted()
+    model = build_adapted()
     other = copy.deepcopy(model)
     assert torch.equal(other(X), model(X))
     other.load_state_dict(add_lora(Model(), 2, parameters=NAMES).state_dict())
@@ -127,7 +127,7 @@ def interrupt(*_):
 
 
 def test_an_interrupt_leaves_no_updated_parameter_behind():
-    model = adapted()
+    model = build_adapted()
     handle = model.blocks[0].experts.register_forward_hook(interrupt, prepend=True)
     with pytest.raises(KeyboardInterrupt):
         model(X)
@@ -141,7 +141,7 @@ def test_an_interrupt_leaves_no_updated_parameter_behind():
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_an_unloaded_model_has_plain_parameters_with_the_updates(is_transposed):
-    model = adapted(is_transposed, targets=["gate"])
+    model = build_adapted(is_transposed, targets=["gate"])
     expected, other = model(X), copy.deepcopy(model)
     with pytest.raises(ValueError, match="merge_and_unload"):
         merge(model)
@@ -155,7 +155,7 @@ def test_an_unloaded_model_has_plain_parameters_with_the_updates(is_transposed):
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_a_folder_restores_the_adapters(is_transposed, tmp_path):
-    model = adapted(is_transposed, targets=["gate"])
+    model = build_adapted(is_transposed, targets=["gate"])
     save_lora(model, tmp_path)
     back = load_lora(Model(is_transposed), tmp_path)
     assert torch.equal(back(X), model(X))
@@ -187,7 +187,7 @@ def test_parameters_that_cannot_be_adapted_are_refused(options, match):
 
 
 def test_a_second_adapter_is_refused(tmp_path):
-    model = adapted()
+    model = build_adapted()
     save_lora(model, tmp_path)
     for options in ({"parameters": ["experts.up"]}, {"targets": ["gate"]}):
         with pytest.raises(
@@ -208,7 +208,7 @@ def test_a_second_adapter_is_refused(tmp_path):
 
 
 def test_models_with_adapters_of_parameters_are_not_exported_or_pruned(tmp_path):
-    model = adapted()
+    model = build_adapted()
     with pytest.raises(ValueError, match="without adapters"):
         save_gguf(model, tmp_path / "model.gguf", "Q8_0")
     with pytest.raises(ValueError, match="without adapters"):
@@ -224,7 +224,7 @@ def test_models_with_adapters_of_parameters_are_not_exported_or_pruned(tmp_path)
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_peft_reads_and_writes_adapters_of_parameters(is_transposed, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    ours = adapted(is_transposed, targets=["gate"])
+    ours = build_adapted(is_transposed, targets=["gate"])
     save_lora(ours, tmp_path / "ours")
     theirs = peft.PeftModel.from_pretrained(Model(is_transposed), tmp_path / "ours").eval()
     torch.testing.assert_close(theirs(X), ours(X), rtol=1e-5, atol=1e-4)
@@ -241,7 +241,7 @@ def test_peft_reads_and_writes_adapters_of_parameters(is_transposed, tmp_path):
 @pytest.mark.parametrize("key", ["lora_A", "lora_B"])
 @pytest.mark.parametrize("bad", [float("nan"), torch.finfo().max])
 def test_updates_that_are_not_finite_are_refused_and_nothing_changes(key, bad):
-    model = adapted()
+    model = build_adapted()
     adapters = find_parameter_adapters(model)
     name = list(adapters)[-1]
     with torch.no_grad():

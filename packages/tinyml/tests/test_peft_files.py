@@ -26,7 +26,7 @@ class Model(nn.Module):
 TOKENS = torch.arange(20)
 
 
-def adapted(rank=4, alpha=10.0, targets=("q_proj", "head.0")):
+def build_adapted(rank=4, alpha=10.0, targets=("q_proj", "head.0")):
     model = add_lora(Model(), rank, alpha=alpha, targets=targets)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -35,7 +35,7 @@ def adapted(rank=4, alpha=10.0, targets=("q_proj", "head.0")):
 
 
 def test_loaded_adapters_equal_the_saved_ones(tmp_path):
-    saved = adapted()
+    saved = build_adapted()
     save_lora(saved, tmp_path)
     back = load_lora(Model(), tmp_path).eval()
     assert torch.equal(back(TOKENS), saved(TOKENS))
@@ -50,7 +50,7 @@ def test_loaded_adapters_equal_the_saved_ones(tmp_path):
 
 
 def test_ranks_and_alphas_of_their_own(tmp_path):
-    saved = adapted()
+    saved = build_adapted()
     saved.v_proj = add_lora(nn.Sequential(saved.v_proj), 2, alpha=6)[0]
     saved.v_proj.lora_B.data.normal_()
     save_lora(saved, tmp_path)
@@ -60,7 +60,7 @@ def test_ranks_and_alphas_of_their_own(tmp_path):
     assert torch.equal(load_lora(Model(), tmp_path).eval()(TOKENS), saved(TOKENS))
 
 
-def nested():
+def build_nested():
     """Return a model in which names end with other names or are patterns, with different ranks."""
     torch.manual_seed(0)
     sizes = {"block.v": (2, 6.0), "v": (2, 6.0), "a.block.v": (3, 6.0), "blocksv": (4, 10.0)}
@@ -82,7 +82,7 @@ def nested():
 
 
 def test_a_name_that_is_the_end_of_another_has_its_own_settings(tmp_path):
-    plain, saved = nested()
+    plain, saved = build_nested()
     save_lora(saved, tmp_path)
     back = load_lora(plain, tmp_path)
     for name in ("v", "block.v", "a.block.v", "u", "blocksv", "w(1"):
@@ -95,7 +95,7 @@ def test_a_name_that_is_the_end_of_another_has_its_own_settings(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_peft_finds_the_settings_of_every_name(tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    plain, saved = nested()
+    plain, saved = build_nested()
     save_lora(saved, tmp_path)
     theirs = peft.PeftModel.from_pretrained(plain, tmp_path).base_model.model
     for name in ("v", "block.v", "a.block.v", "u", "blocksv", "w(1"):
@@ -132,7 +132,7 @@ def change(folder, **settings):
     ],
 )
 def test_adapter_file_with_unsupported_or_wrong_settings_is_refused(settings, message, tmp_path):
-    save_lora(adapted(), tmp_path)
+    save_lora(build_adapted(), tmp_path)
     change(tmp_path, **settings)
     model = Model()
     with pytest.raises(ValueError, match=message):
@@ -141,7 +141,7 @@ def test_adapter_file_with_unsupported_or_wrong_settings_is_refused(settings, me
 
 
 def test_adapters_of_another_model_change_nothing(tmp_path):
-    save_lora(adapted(), tmp_path)
+    save_lora(build_adapted(), tmp_path)
     for wrong in (nn.Sequential(nn.Linear(16, 24)), Model()):
         if isinstance(wrong, Model):
             wrong.head[0] = nn.Linear(7, 20)  # the last one that is looked at
@@ -155,7 +155,7 @@ def test_adapters_of_another_model_change_nothing(tmp_path):
     with pytest.raises(ValueError, match="expected the factors A and B"):
         load_lora(Model(), tmp_path)
     with pytest.raises(ValueError, match="expected a model without adapters"):
-        load_lora(adapted(), tmp_path)
+        load_lora(build_adapted(), tmp_path)
 
 
 @pytest.mark.exhaustive
@@ -163,7 +163,7 @@ def test_adapters_of_another_model_change_nothing(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_peft_reads_and_writes_the_same_function(rslora, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    ours = adapted()
+    ours = build_adapted()
     save_lora(ours, tmp_path / "ours")
     theirs = peft.PeftModel.from_pretrained(Model(), tmp_path / "ours").eval()
     assert torch.equal(theirs(TOKENS), ours(TOKENS))
@@ -185,7 +185,7 @@ def test_peft_reads_and_writes_the_same_function(rslora, tmp_path):
 
 
 def test_weights_of_the_base_in_a_file_have_to_be_the_models(tmp_path):
-    saved = adapted()
+    saved = build_adapted()
     save_lora(saved, tmp_path)
     path = tmp_path / "adapter_model.safetensors"
     tensors, weight = load_file(path), Model().q_proj.weight.detach()
@@ -256,7 +256,7 @@ def test_a_head_that_peft_wrote_with_its_base_is_read_and_an_embedding_refused(t
 
 
 def test_adapters_of_embeddings_are_refused_by_name(tmp_path):
-    save_lora(adapted(), tmp_path)
+    save_lora(build_adapted(), tmp_path)
     path = tmp_path / "adapter_model.safetensors"
     factors = {f"base_model.model.embed.lora_embedding_{key}": torch.ones(2, 2) for key in "AB"}
     save_file(load_file(path) | factors, path)

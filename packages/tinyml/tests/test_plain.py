@@ -13,7 +13,7 @@ from torch import nn
 SOURCE = Path(plain.__file__).read_text()
 
 
-def weights(*shape, seed=0):
+def draw_weights(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
@@ -31,7 +31,7 @@ def test_plain_has_at_most_120_lines_and_imports_only_torch_and_numpy():
 
 
 def test_kmeans_ends_where_lloyd_ends_and_starts_no_worse():
-    values = weights(500)
+    values = draw_weights(500)
     centroids, codes = plain.kmeans(values, 3)
     ours, our_codes = kmeans(values, 8)
     nearest = (values[:, None] - ours).abs().argmin(1)
@@ -44,7 +44,7 @@ def test_kmeans_ends_where_lloyd_ends_and_starts_no_worse():
 
 def test_a_palettes_gradient():
     layer = kmeans_quantize(nn.Linear(9, 7).double(), 2)
-    inputs, stored = weights(5, 9), layer.parametrizations.weight
+    inputs, stored = draw_weights(5, 9), layer.parametrizations.weight
     layer(inputs).square().sum().backward()
     dense = layer.weight.detach().requires_grad_()
     F.linear(inputs, dense, layer.bias).square().sum().backward()
@@ -54,7 +54,7 @@ def test_a_palettes_gradient():
 
 
 def test_the_grid():
-    values = weights(1, 300) + 0.7
+    values = draw_weights(1, 300) + 0.7
     for bits in (2, 4, 8):
         step, zero = plain.choose_grid(float(values.min()), float(values.max()), bits)
         ours = compute_grid(values, bits, symmetric=False)
@@ -95,7 +95,7 @@ def test_an_integer_layer():
 
 
 def test_training_with_rounding():
-    values = (3 * weights(40)).requires_grad_()
+    values = (3 * draw_weights(40)).requires_grad_()
     plain.fake_quantize(values, 0.5, 3).square().sum().backward()
     expected = values.grad.clone()
     values.grad = None
@@ -108,7 +108,7 @@ def test_magnitude_and_channels():
     masks = prune(model, 0.35).masks
     for name, mask in masks.items():
         assert torch.equal(mask, plain.compute_magnitude_mask(model.get_parameter(name), 0.35))
-    inputs = weights(200, 6)
+    inputs = draw_weights(200, 6)
     small = prune_channels(model, 0.4, inputs)
     values = torch.relu(model[0](inputs))
     first, second = plain.remove_channels(values, model[0].weight, model[2].weight, 6)
@@ -119,7 +119,7 @@ def test_magnitude_and_channels():
 def test_low_rank():
     layer = LoRA(nn.Linear(9, 7, bias=False).double(), 3, alpha=5)
     layer.lora_B.data.normal_()
-    inputs, parts = weights(4, 9), (layer.base.weight.clone(), layer.lora_A, layer.lora_B, 5)
+    inputs, parts = draw_weights(4, 9), (layer.base.weight.clone(), layer.lora_A, layer.lora_B, 5)
     torch.testing.assert_close(layer(inputs), plain.apply_lora(inputs, *parts))
     layer.merge()
     torch.testing.assert_close(layer.base.weight, plain.merge_lora(*parts).detach())

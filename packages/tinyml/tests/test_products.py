@@ -27,7 +27,7 @@ def _measure_anew(monkeypatch):
     monkeypatch.setattr(fastest_linear, "_timings", {})
 
 
-def codes(rows, columns, seed):
+def draw_codes(rows, columns, seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-128, 128, (rows, columns), generator=generator, dtype=torch.int8)
 
@@ -47,7 +47,7 @@ def list_sums(weight, inputs):
 @settings(max_examples=25)
 @given(m=st.integers(1, 40), k=st.integers(1, 300), n=st.integers(1, 40), seed=st.integers(0, 99))
 def test_the_product_is_exact(m, k, n, seed):
-    a, b = codes(m, k, seed), codes(n, k, seed + 1)
+    a, b = draw_codes(m, k, seed), draw_codes(n, k, seed + 1)
     a = a.clamp(min=-127)
     for sums in list_sums(b, a.float()):
         assert torch.equal(sums.to(torch.int32), a.int() @ b.int().t())

@@ -9,7 +9,7 @@ from tinyml.pruning.magnitude import mask_smallest
 from torch import nn
 
 
-def mlp():
+def build_mlp():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4))
 
@@ -39,7 +39,7 @@ def test_a_5x5_matrix_by_hand():
 
 
 def test_masks_hold_through_fine_tuning(tmp_path):
-    model, masks = prune(mlp(), {"0": 0.75})
+    model, masks = prune(build_mlp(), {"0": 0.75})
     assert set(masks) == {"0.weight"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     torch.save(dict(masks), tmp_path / "masks.pt")
@@ -50,7 +50,7 @@ def test_masks_hold_through_fine_tuning(tmp_path):
         optimizer.step()
     assert not model[0].weight[~masks["0.weight"]].any()
     assert (model[0].weight != before)[masks["0.weight"]].all()
-    assert not prune(mlp(), {}).masks
+    assert not prune(build_mlp(), {}).masks
     with pytest.raises(ValueError, match=r"dense weights of the masks, got one without 0.weight"):
         masks.apply(quantize(model, 4))
 
@@ -64,7 +64,7 @@ def test_masks_hold_through_fine_tuning(tmp_path):
 )
 def test_bad_requests_say_what_to_ask_for(arguments, message):
     with pytest.raises(ValueError, match=message):
-        prune(mlp(), **arguments)
+        prune(build_mlp(), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_frozen_weights_stay_frozen_when_a_compressed_model_is_pruned(compress):
 
 
 def test_masks_refuse_the_optimizer_of_the_model_before_pruning():
-    model = mlp()
+    model = build_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pruned, masks = prune(model, 0.5)
     with pytest.raises(ValueError, match=r"trains none of the masked weights; create it from"):

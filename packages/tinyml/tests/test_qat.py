@@ -7,7 +7,7 @@ from tinyml.quantization.rounded_weight import round_through
 from torch import nn
 
 
-def mlp():
+def build_mlp():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 4))
 
@@ -52,7 +52,7 @@ def test_small_rows_of_float16_are_rounded_to_their_own_scale():
 @pytest.mark.parametrize("learn_scale", [False, True])
 @pytest.mark.parametrize("group_size", [None, 2])
 def test_converting_changes_no_bit(learn_scale, group_size):
-    model = prepare_qat(mlp(), 3, learn_scale=learn_scale, group_size=group_size)
+    model = prepare_qat(build_mlp(), 3, learn_scale=learn_scale, group_size=group_size)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     inputs, targets = torch.randn(64, 10), torch.randn(64, 4)
     for _ in range(5):
@@ -76,7 +76,7 @@ def test_a_trained_step_is_at_first_not_larger_than_needed(bits):
     assert error <= 1.001 * (fixed.weight - layer.weight).norm()
 
 
-def loss_ratio(bits, learn_scale, seed):
+def measure_loss_ratio(bits, learn_scale, seed):
     """Return the loss after training with rounding over the loss after rounding alone."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -104,13 +104,13 @@ def loss_ratio(bits, learn_scale, seed):
 
 def test_training_recovers_most_of_what_rounding_afterwards_loses():
     # Over 20 seeds, the mean is 0.19 and the standard deviation 0.08.
-    assert loss_ratio(2, learn_scale=True, seed=0) < 0.4
+    assert measure_loss_ratio(2, learn_scale=True, seed=0) < 0.4
 
 
 def test_training_with_the_scale_of_the_largest_weight_recovers_a_part():
     # Without a decay the weights keep moving between two codes, and the loss may grow.
     # Over 20 seeds, the mean is 0.72 and the standard deviation 0.08.
-    assert loss_ratio(3, learn_scale=False, seed=0) < 0.92
+    assert measure_loss_ratio(3, learn_scale=False, seed=0) < 0.92
 
 
 def test_layers_that_share_a_weight_train_it_once():
@@ -124,7 +124,7 @@ def test_layers_that_share_a_weight_train_it_once():
 
 
 def test_integer_networks_and_compiled_graphs_of_rounded_weights():
-    first, _, last = mlp()
+    first, _, last = build_mlp()
     inputs = torch.randn(32, first.in_features, requires_grad=True)
     # One layer follows its extremes, and the other one learns its step.
     layers = prepare_qat(first, 8), nn.ReLU(), prepare_qat(last, 8, learn_scale=True)
@@ -142,7 +142,7 @@ def test_integer_networks_and_compiled_graphs_of_rounded_weights():
 
 
 def test_weights_that_became_nan_in_training_are_not_converted():
-    rounded = prepare_qat(mlp(), 4)
+    rounded = prepare_qat(build_mlp(), 4)
     with torch.no_grad():
         rounded[0].parametrizations.weight.original[0, 0] = float("nan")
     assert rounded(torch.ones(1, rounded[0].in_features)).isnan().any()
@@ -152,9 +152,9 @@ def test_weights_that_became_nan_in_training_are_not_converted():
 
 def test_bad_requests_say_what_to_ask_for():
     with pytest.raises(ValueError, match="bits of a symmetric grid, got 1"):
-        prepare_qat(mlp(), 1)
+        prepare_qat(build_mlp(), 1)
     with pytest.raises(ValueError, match="prepare_qat"):
-        convert(mlp())
+        convert(build_mlp())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script`:FutureWarning")  # by torch.func.jvp

@@ -22,7 +22,7 @@ from torch import nn
 TOKENS = torch.arange(16).view(2, 8)
 
 
-def llama(tied=False):
+def build_llama(tied=False):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -36,7 +36,7 @@ def llama(tied=False):
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def gpt2():
+def build_gpt2():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -45,7 +45,7 @@ def gpt2():
     return transformers.GPT2LMHeadModel(config).eval()
 
 
-def t5(tied=True):
+def build_t5(tied=True):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
     config = transformers.T5Config(
@@ -60,7 +60,7 @@ def t5(tied=True):
     return transformers.T5ForConditionalGeneration(config).eval()
 
 
-def adapted(model, targets):
+def adapt_model(model, targets):
     add_lora(model, 4, targets=targets)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -68,7 +68,7 @@ def adapted(model, targets):
     return model
 
 
-def logits(model):
+def compute_logits(model):
     extra = {"decoder_input_ids": TOKENS} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         return model(TOKENS, **extra).logits
@@ -77,15 +77,19 @@ def logits(model):
 @pytest.mark.parametrize(
     ("make", "targets", "dtype", "merged_before"),
     [
-        (llama, ["q_proj", "v_proj"], torch.float32, True),
-        (llama, ["down_proj"], torch.bfloat16, False),
+        (build_llama, ["q_proj", "v_proj"], torch.float32, True),
+        (build_llama, ["down_proj"], torch.bfloat16, False),
         pytest.param(
-            lambda: llama(tied=True), ["q_proj"], torch.float32, False, marks=pytest.mark.exhaustive
+            lambda: build_llama(tied=True),
+            ["q_proj"],
+            torch.float32,
+            False,
+            marks=pytest.mark.exhaustive,
         ),
-        (lambda: llama(tied=True), ["lm_head"], torch.bfloat16, True),
-        (gpt2, ["c_attn", "c_proj"], torch.bfloat16, True),
-        (gpt2, ["lm_head"], torch.float32, False),
-        (t5, ["q", "wo"], torch.float32, False),
+        (lambda: build_llama(tied=True), ["lm_head"], torch.bfloat16, True),
+        (build_gpt2, ["c_attn", "c_proj"], torch.bfloat16, True),
+        (build_gpt2, ["lm_head"], torch.float32, False),
+        (build_t5, ["q", "wo"], torch.float32, False),
     ],
 )
 def test_an_unloaded_model_survives_save_pretrained_bit_for_bit(
@@ -93,13 +97,13 @@ def test_an_unloaded_model_survives_save_pretrained_bit_for_bit(
 ):
     make().save_pretrained(tmp_path / "plain")
     plain = type(make()).from_pretrained(tmp_path / "plain", dtype=dtype).eval()
-    model = adapted(copy.deepcopy(plain), targets)
-    apart = logits(model)
-    assert not torch.allclose(apart, logits(plain))
+    model = adapt_model(copy.deepcopy(plain), targets)
+    apart = compute_logits(model)
+    assert not torch.allclose(apart, compute_logits(plain))
     if merged_before:
         merge(model)
     assert merge_and_unload(model) is model
-    merged = logits(model)
+    merged = compute_logits(model)
     loose = 1e-4 if dtype == torch.float32 else 0.1
     assert (merged - apart).norm() < loose * apart.norm()
     assert {n: type(m) for n, m in model.named_modules()} == {
@@ -108,9 +112,9 @@ def test_an_unloaded_model_survives_save_pretrained_bit_for_bit(
     model.save_pretrained(tmp_path)
     back, report = type(plain).from_pretrained(tmp_path, output_loading_info=True, dtype=dtype)
     assert not any(report.values()), report
-    assert torch.equal(logits(back), merged)
+    assert torch.equal(compute_logits(back), merged)
     model.tie_weights()  # as resizing the vocabulary does
-    assert torch.equal(logits(model), merged)
+    assert torch.equal(compute_logits(model), merged)
 
 
 def test_a_plain_model_is_plain_again():
@@ -138,7 +142,7 @@ def test_a_bias_that_is_tied_with_the_adapted_weight_is_saved_too(tmp_path):
     config = transformers.BertConfig(vocab_size=97, num_hidden_layers=1, **sizes)
     model = transformers.BertForMaskedLM(config).eval()
     nn.init.normal_(model.cls.predictions.bias)
-    adapted(model, ["decoder"])
+    adapt_model(model, ["decoder"])
     expected = model(TOKENS).logits
     merge_and_unload(model).save_pretrained(tmp_path)
     torch.testing.assert_close(model(TOKENS).logits, expected, rtol=0, atol=1e-4)
@@ -146,7 +150,7 @@ def test_a_bias_that_is_tied_with_the_adapted_weight_is_saved_too(tmp_path):
 
 
 def test_the_configuration_is_untied_after_one_of_two_tied_parameters_was_adapted(tmp_path):
-    model = llama(tied=True)
+    model = build_llama(tied=True)
     add_lora(model, 2, parameters=["embed_tokens.weight"])
     nn.init.normal_(model.model.embed_tokens.parametrizations.weight[0].lora_B)
     merge_and_unload(model)
@@ -158,7 +162,7 @@ def test_the_configuration_is_untied_after_one_of_two_tied_parameters_was_adapte
 @pytest.mark.parametrize("tied", [False, True])  # T5 ties its embeddings in both cases
 @pytest.mark.parametrize("options", [{}, {"parameters": ["shared.weight"]}])
 def test_weights_that_no_configuration_unties_take_no_adapters(tied, options):
-    model = t5(tied)
+    model = build_t5(tied)
     before = copy.deepcopy(model)
     with pytest.raises(ValueError, match=r"'lm_head.weight'\] share"):
         add_lora(model, 2, **options)
@@ -169,7 +173,7 @@ def test_weights_that_no_configuration_unties_take_no_adapters(tied, options):
 
 
 def test_weights_that_code_of_a_user_ties_take_no_adapters():
-    model = llama(tied=True)
+    model = build_llama(tied=True)
     first, second = model.model.layers
     second.mlp.up_proj.weight = first.mlp.up_proj.weight
     with pytest.raises(ValueError, match=r"1.mlp.up_proj.weight'\] share"):
@@ -197,8 +201,8 @@ class WrapperWithoutEmbeddings(Wrapper):
 
 @pytest.mark.parametrize("wrapper", [Wrapper, WrapperWithoutEmbeddings])
 def test_the_head_of_a_tied_model_in_a_wrapper_takes_an_adapter(wrapper, tmp_path):
-    model = llama(tied=True)
-    wrapped = adapted(wrapper(model), ["lm_head"])
+    model = build_llama(tied=True)
+    wrapped = adapt_model(wrapper(model), ["lm_head"])
     merge_and_unload(wrapped).save_pretrained(tmp_path)
     assert torch.equal(type(model).from_pretrained(tmp_path)(TOKENS).logits, model(TOKENS).logits)
 
@@ -209,7 +213,7 @@ def test_the_head_of_a_tied_decoder_takes_an_adapter(tmp_path):
     config = transformers.BertConfig(vocab_size=97, num_hidden_layers=1, **sizes)
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(config, config)
     model = transformers.EncoderDecoderModel(config).eval()
-    adapted(model, ["cls.predictions.decoder"])
+    adapt_model(model, ["cls.predictions.decoder"])
     merge_and_unload(model).save_pretrained(tmp_path)
     saved = type(model).from_pretrained(tmp_path)
     batch = {"input_ids": TOKENS, "decoder_input_ids": TOKENS}
@@ -226,15 +230,15 @@ def test_an_adapter_of_a_compressed_weight_is_not_unloaded():
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("state", [lambda m: m, merge, lambda m: unmerge(merge(m))])
 def test_saving_a_model_with_adapters_is_refused(state, inside, tmp_path):
-    model = llama()
-    state(adapted(model.model if inside else model, ["q_proj"]))
+    model = build_llama()
+    state(adapt_model(model.model if inside else model, ["q_proj"]))
     with pytest.raises(ValueError, match="merge_and_unload"):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
     unmerge(model)
     assert "model.layers.0.self_attn.q_proj.lora_A" in model.state_dict()
     with pytest.raises(RuntimeError, match="Unexpected key"):
-        llama().load_state_dict(model.state_dict())
+        build_llama().load_state_dict(model.state_dict())
 
 
 COMPRESSED = {
@@ -249,13 +253,13 @@ COMPRESSED = {
 
 @pytest.mark.parametrize("method", COMPRESSED)
 def test_saving_a_compressed_model_is_refused(method, tmp_path):
-    small = COMPRESSED[method](llama(tied=True))
+    small = COMPRESSED[method](build_llama(tied=True))
     with pytest.raises(ValueError, match=r"tinyml\.save"):
         small.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_a_pruned_model_survives_save_pretrained(tmp_path):
-    small = prune(llama(), 0.5).model
+    small = prune(build_llama(), 0.5).model
     small.save_pretrained(tmp_path)
-    assert torch.equal(logits(type(small).from_pretrained(tmp_path)), logits(small))
+    assert torch.equal(compute_logits(type(small).from_pretrained(tmp_path)), compute_logits(small))

@@ -23,16 +23,16 @@ class Residual(nn.Module):
         return self.head(x.flatten(1))
 
 
-def batches():
+def draw_batches():
     torch.manual_seed(1)
     return [(torch.randn(n, 1, 6, 6), torch.randint(5, (n,))) for n in (8, 3)]
 
 
-def accuracy(outputs, targets):
+def compute_accuracy(outputs, targets):
     return (outputs.argmax(1) == targets).float().mean()
 
 
-def pruned(weight, sparsity):
+def prune_weight(weight, sparsity):
     """Return a copy of a weight whose smallest values are zero."""
     values = weight.flatten().clone()
     smallest = sorted(range(len(values)), key=lambda i: abs(float(values[i])))
@@ -40,7 +40,7 @@ def pruned(weight, sparsity):
     return values.view_as(weight)
 
 
-def whole(model, batches, metric, amounts):
+def scan_with_copies(model, batches, metric, amounts):
     """Return the scan with a new copy of the model per trial."""
     layers = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
     samples, values = sum(len(y) for _, y in batches), {}
@@ -49,27 +49,29 @@ def whole(model, batches, metric, amounts):
             trial = copy.deepcopy(model).eval()
             if name:
                 weight = trial.get_submodule(name).weight
-                weight.data = pruned(weight.data, amount)
+                weight.data = prune_weight(weight.data, amount)
             with torch.no_grad():
                 scores = [float(metric(trial(x), y)) * len(y) for x, y in batches]
             values.setdefault(name, {})[amount] = sum(scores) / samples
     return values.pop("")[amounts[0]], values
 
 
-@pytest.mark.parametrize("metric", [accuracy, nn.functional.cross_entropy])
+@pytest.mark.parametrize("metric", [compute_accuracy, nn.functional.cross_entropy])
 def test_a_scan_has_the_metric_of_compressed_copies(metric):
     torch.manual_seed(0)
     model = Residual()
-    scan = sensitivity(model, batches(), metric, amounts=(0.5, 0.9))
-    assert (scan.baseline, scan.values) == whole(model, batches(), metric, (0.5, 0.9))
+    scan = sensitivity(model, draw_batches(), metric, amounts=(0.5, 0.9))
+    assert (scan.baseline, scan.values) == scan_with_copies(
+        model, draw_batches(), metric, (0.5, 0.9)
+    )
 
 
 def test_batches_of_a_generator_are_read_once():
     model = Residual()
-    scan = sensitivity(model, iter(batches()), accuracy, amounts=iter((0.5,)))
-    assert scan == sensitivity(model, batches(), accuracy, amounts=(0.5,))
+    scan = sensitivity(model, iter(draw_batches()), compute_accuracy, amounts=iter((0.5,)))
+    assert scan == sensitivity(model, draw_batches(), compute_accuracy, amounts=(0.5,))
     with pytest.raises(ValueError, match=r"at least one .* batch, got none"):
-        sensitivity(model, iter([]), accuracy)
+        sensitivity(model, iter([]), compute_accuracy)
 
 
 def test_a_scan_over_bits_rounds_a_transposed_layer_as_quantize_does():
@@ -95,10 +97,10 @@ def test_a_scan_over_bits_rounds_a_transposed_layer_as_quantize_does():
 def test_what_is_compressed_is_scanned():
     torch.manual_seed(0)
     small = kmeans_quantize(Residual(), 2)
-    scan = sensitivity(small, batches(), accuracy, amounts=(0.5, 0.9))
+    scan = sensitivity(small, draw_batches(), compute_accuracy, amounts=(0.5, 0.9))
     small.eval()
     with torch.no_grad():
-        right = [float(accuracy(small(x), y)) * len(y) for x, y in batches()]
+        right = [float(compute_accuracy(small(x), y)) * len(y) for x, y in draw_batches()]
     assert scan.baseline == sum(right) / 11
     assert [*scan.values] == ["first", "second", "head"]
 
@@ -107,7 +109,7 @@ def test_the_model_is_as_it_was():
     model = Residual().train()
     model.norm.eval()  # unlike the rest of the model
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    sensitivity(model, batches(), accuracy)
+    sensitivity(model, draw_batches(), compute_accuracy)
     assert model.training
     assert not model.norm.training
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
@@ -121,5 +123,7 @@ def test_a_compression_may_write_into_the_weight():
         return weight * (1 - amount)
 
     loss = nn.functional.cross_entropy
-    scan = sensitivity(Residual(), batches(), loss, amounts=(0.5, 0.9), compress=copied)
-    assert sensitivity(Residual(), batches(), loss, amounts=(0.5, 0.9), compress=in_place) == scan
+    scan = sensitivity(Residual(), draw_batches(), loss, amounts=(0.5, 0.9), compress=copied)
+    assert (
+        sensitivity(Residual(), draw_batches(), loss, amounts=(0.5, 0.9), compress=in_place) == scan
+    )

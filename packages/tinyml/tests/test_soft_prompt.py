@@ -26,7 +26,7 @@ class Decoder(nn.Module):
         return self.head(embeddings + out), {"k": k, "v": v}
 
 
-def decoder():
+def build_decoder():
     torch.manual_seed(0)
     return Decoder().double().requires_grad_(False)
 
@@ -64,7 +64,7 @@ def test_every_target_is_the_next_token(length, seq, seed):
 
 
 def test_the_prompt_alone_trains():
-    model = decoder()
+    model = build_decoder()
     prompt = SoftPrompt(5, 8).double()
     tokens = torch.randint(11, (3, 7))
     logits, _ = model(prompt(model.embed(tokens)))
@@ -75,7 +75,7 @@ def test_the_prompt_alone_trains():
 
 
 def test_a_cached_prefix_gives_the_same_outputs():
-    model, prompt = decoder(), SoftPrompt(5, 8).double()
+    model, prompt = build_decoder(), SoftPrompt(5, 8).double()
     tokens = torch.randint(11, (3, 7))
     whole, _ = model(prompt(model.embed(tokens)))
     _, past = model(prompt.embeddings[None])
@@ -85,7 +85,7 @@ def test_a_cached_prefix_gives_the_same_outputs():
 
 
 def test_the_embeddings_of_a_text_are_a_prompt():
-    model = decoder()
+    model = build_decoder()
     text = torch.tensor([3, 1, 4])
     tokens = torch.randint(11, (2, 5))
     prompt = SoftPrompt(3, 8, init=model.embed(text)).double()
@@ -105,36 +105,36 @@ def adapt(start, loss, steps, first_order=False):
     return start
 
 
-def meta_loss(start, tasks, steps, first_order=False):
+def compute_meta_loss(start, tasks, steps, first_order=False):
     """Return the mean query loss after adapting `start` to the support loss of each task."""
     losses = [query(adapt(start, support, steps, first_order)) for support, query in tasks]
     return torch.stack(losses).mean()
 
 
-def quadratic(matrix, target):
+def build_quadratic(matrix, target):
     return lambda p: 0.5 * ((p - target) @ matrix).square().sum()
 
 
-def tasks():
+def draw_tasks():
     generator = torch.Generator().manual_seed(0)
     tasks = []
     for _ in range(4):
         matrix = torch.randn(6, 6, generator=generator, dtype=torch.float64) / 2
         target = torch.randn(3, 6, generator=generator, dtype=torch.float64) + 2
-        tasks.append((quadratic(matrix, target), quadratic(matrix * 1.5, target)))
+        tasks.append((build_quadratic(matrix, target), build_quadratic(matrix * 1.5, target)))
     return tasks
 
 
 @pytest.mark.parametrize("first_order", [False, True])
 def test_a_learned_start_is_better_after_the_same_steps(first_order):
     start = torch.zeros(3, 6, dtype=torch.float64, requires_grad=True)
-    before = meta_loss(start, tasks(), steps=2).item()
+    before = compute_meta_loss(start, draw_tasks(), steps=2).item()
     optimizer = torch.optim.SGD([start], lr=0.1)
     for _ in range(40):
         optimizer.zero_grad()
-        meta_loss(start, tasks(), steps=2, first_order=first_order).backward()
+        compute_meta_loss(start, draw_tasks(), steps=2, first_order=first_order).backward()
         optimizer.step()
-    assert meta_loss(start, tasks(), steps=2).item() < 0.6 * before
+    assert compute_meta_loss(start, draw_tasks(), steps=2).item() < 0.6 * before
 
 
 def test_bad_requests_say_what_to_ask_for():

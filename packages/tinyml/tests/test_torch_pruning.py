@@ -14,23 +14,23 @@ pytestmark = pytest.mark.exhaustive
 library = pytest.importorskip("torch_pruning", reason="torch-pruning is not installed")
 
 
-def norm_relu(channels):
+def build_norm_relu(channels):
     return [nn.BatchNorm2d(channels), nn.ReLU()]
 
 
-def plain(**options):
-    layers = [nn.Conv2d(3, 16, 3, padding=1), *norm_relu(16)]
-    layers += [nn.Conv2d(16, 32, 3, padding=1, stride=2, **options), *norm_relu(32)]
-    layers += [nn.Conv2d(32, 32, 3, padding=1), *norm_relu(32)]
+def build_plain(**options):
+    layers = [nn.Conv2d(3, 16, 3, padding=1), *build_norm_relu(16)]
+    layers += [nn.Conv2d(16, 32, 3, padding=1, stride=2, **options), *build_norm_relu(32)]
+    layers += [nn.Conv2d(32, 32, 3, padding=1), *build_norm_relu(32)]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
-def perceptron():
+def build_perceptron():
     layers = [nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 48), nn.Tanh()]
     return nn.Sequential(*layers, nn.Linear(48, 10))
 
 
-def flattened():
+def build_flattened():
     layers = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(16 * 9, 40), nn.GELU(), nn.Linear(40, 10))
 
@@ -40,11 +40,11 @@ class Summed(nn.Module):
 
     def __init__(self, gate=False, depthwise=False):
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *norm_relu(16))
-        self.up = nn.Sequential(nn.Conv2d(16, 32, 1), *norm_relu(32))
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *build_norm_relu(16))
+        self.up = nn.Sequential(nn.Conv2d(16, 32, 1), *build_norm_relu(32))
         groups = 32 if depthwise else 1
         middle = nn.Conv2d(32, 32, 3, padding=1, groups=groups)
-        self.middle = nn.Sequential(middle, *norm_relu(32))
+        self.middle = nn.Sequential(middle, *build_norm_relu(32))
         self.down = nn.Sequential(nn.Conv2d(32, 16, 1), nn.BatchNorm2d(16))
         squeeze = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(32, 8, 1), nn.ReLU())
         excite = nn.Sequential(nn.Conv2d(8, 32, 1), nn.Sigmoid())
@@ -65,9 +65,9 @@ class Joined(nn.Module):
     def __init__(self, dense=False):
         super().__init__()
         self.dense = dense
-        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *norm_relu(16))
-        self.a = nn.Sequential(nn.Conv2d(16, 16, 1), *norm_relu(16))
-        self.b = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), *norm_relu(16))
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *build_norm_relu(16))
+        self.a = nn.Sequential(nn.Conv2d(16, 16, 1), *build_norm_relu(16))
+        self.b = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), *build_norm_relu(16))
         self.last = nn.Conv2d(48 if dense else 32, 24, 1)
         self.head = nn.Linear(24, 10)
 
@@ -77,7 +77,7 @@ class Joined(nn.Module):
         return self.head(torch.relu(self.last(torch.cat(parts, 1))).mean((2, 3)))
 
 
-def from_wheel(package, name, **options):
+def build_from_wheel(package, name, **options):
     def build():
         module = pytest.importorskip(package, reason=f"{package} is not installed")
         create = module.create_model if package == "timm" else module.models.get_model
@@ -88,16 +88,16 @@ def from_wheel(package, name, **options):
 
 # The model and the size of its images.
 MODELS = {
-    "plain": (plain, 8),
-    "perceptron": (perceptron, 8),
-    "flattened": (flattened, 8),
+    "plain": (build_plain, 8),
+    "perceptron": (build_perceptron, 8),
+    "flattened": (build_flattened, 8),
     "residual": (Summed, 8),
     "gated": (lambda: Summed(gate=True), 8),
     "depthwise": (lambda: Summed(depthwise=True), 8),
     "inception": (Joined, 8),
     "dense": (lambda: Joined(dense=True), 8),
     **{
-        name: (from_wheel("torchvision", name), 64)
+        name: (build_from_wheel("torchvision", name), 64)
         for name in (
             "resnet18", "resnet50", "vgg11_bn", "mobilenet_v2", "mobilenet_v3_small", "densenet121",
             "squeezenet1_1", "mnasnet0_5", "resnext50_32x4d", "regnet_y_400mf",
@@ -105,13 +105,13 @@ MODELS = {
         )
     },
     **{
-        name: (from_wheel("timm", name), 64)
+        name: (build_from_wheel("timm", name), 64)
         for name in ("resnet10t", "mobilenetv3_small_050")
     },
 }  # fmt: skip
 
 
-def randomized(model):
+def randomize_model(model):
     """Make running statistics and scales of normalizations differ, as in a trained model."""
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
@@ -129,7 +129,7 @@ def test_error_is_not_larger_than_torch_prunings(name):
     ratios = []
     for seed in range(3 if size < 64 else 1):
         torch.manual_seed(seed)
-        model, x = randomized(build()), torch.randn(4, 3, size, size)
+        model, x = randomize_model(build()), torch.randn(4, 3, size, size)
         peer = copy.deepcopy(model)
         ignored = [m for m in peer.modules() if isinstance(m, nn.Linear | nn.Conv2d)][-1]
         library.pruner.MagnitudePruner(

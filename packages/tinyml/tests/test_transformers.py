@@ -26,7 +26,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 TOKENS = torch.arange(40).view(2, 20)
 
 
-def gpt2(n_layer=2):
+def build_gpt2(n_layer=2):
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=97,
@@ -40,7 +40,7 @@ def gpt2(n_layer=2):
     return transformers.GPT2LMHeadModel(config).eval()
 
 
-def llama(num_attention_heads=4, num_key_value_heads=2):
+def build_llama(num_attention_heads=4, num_key_value_heads=2):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=97,
@@ -53,7 +53,7 @@ def llama(num_attention_heads=4, num_key_value_heads=2):
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def qwen():
+def build_qwen():
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
         vocab_size=97,
@@ -67,7 +67,7 @@ def qwen():
     return transformers.Qwen2ForCausalLM(config).eval()
 
 
-def phi():
+def build_phi():
     """Return a model that rotates as many dimensions of a head as it has heads."""
     torch.manual_seed(0)
     config = transformers.PhiConfig(
@@ -81,7 +81,7 @@ def phi():
     return transformers.PhiForCausalLM(config).eval()
 
 
-MODELS = {"gpt2": gpt2, "llama": llama, "qwen": qwen, "phi": phi}
+MODELS = {"gpt2": build_gpt2, "llama": build_llama, "qwen": build_qwen, "phi": build_phi}
 DECODERS = [
     "gpt2",
     *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama", "qwen")),
@@ -150,7 +150,7 @@ def test_scales_belong_to_outputs_however_a_weight_is_stored(symmetric):
 
 
 def test_adapters_on_conv1d_are_merged_and_unmerged():
-    model = add_lora(gpt2(), 4, alpha=8, targets=["c_attn", "c_proj"])
+    model = add_lora(build_gpt2(), 4, alpha=8, targets=["c_attn", "c_proj"])
     before = model.transformer.h[0].attn.c_attn.base.weight.clone()
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -175,7 +175,7 @@ def test_gptq_sees_what_the_rounded_layers_before_make():
     assert torch.equal(ours[2].weight, second[0].weight)
 
 
-def decoder():
+def build_decoder():
     suite = pytest.importorskip("llmsys_suite.model", reason="the suite is not installed")
     torch.manual_seed(0)
     return suite.Decoder(
@@ -198,7 +198,7 @@ UNITS = {
     ["decoder", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS)],
 )
 def test_heads_and_hidden_units_of_a_decoder_can_be_removed(model):
-    dense = (MODELS | {"decoder": decoder})[model]()
+    dense = (MODELS | {"decoder": build_decoder})[model]()
     heads, position, parts = UNITS[model]
     groups = _make_ranked_copy(dense, (TOKENS,))[2]
     attentions = [
@@ -226,7 +226,7 @@ def test_heads_and_hidden_units_of_a_decoder_can_be_removed(model):
     assert size_of(small).bytes < 0.8 * size_of(dense).bytes
 
 
-def opt():
+def build_opt():
     torch.manual_seed(0)
     config = transformers.OPTConfig(
         vocab_size=97,
@@ -254,7 +254,7 @@ SIZES = {
     ["llama", *(pytest.param(m, marks=pytest.mark.exhaustive) for m in ("qwen", "gpt2", "opt"))],
 )
 def test_a_pruned_model_is_loaded_by_from_pretrained(model, tmp_path):
-    dense = (MODELS | {"opt": opt})[model]()
+    dense = (MODELS | {"opt": build_opt})[model]()
     protect, sizes = SIZES[model]
     before = copy.deepcopy(dense.config)
     small = prune_channels(dense, 0.5, TOKENS, protect=protect)
@@ -279,7 +279,7 @@ def test_a_pruned_model_is_loaded_by_from_pretrained(model, tmp_path):
     ],
 )
 def test_a_pruned_model_that_no_configuration_describes_is_not_saved(model, sparsity, tmp_path):
-    dense = gpt2(n_layer=1) if model == "gpt2" else llama(8, 4)
+    dense = build_gpt2(n_layer=1) if model == "gpt2" else build_llama(8, 4)
     small = copy.deepcopy(prune_channels(dense, sparsity, TOKENS))
     with pytest.raises(ValueError, match="prune all layers alike"):
         small.save_pretrained(tmp_path)
@@ -288,7 +288,7 @@ def test_a_pruned_model_that_no_configuration_describes_is_not_saved(model, spar
 
 
 def test_the_heads_of_one_layer_can_be_named(tmp_path):
-    dense = llama()
+    dense = build_llama()
     small = prune_channels(dense, {"model.layers.1.self_attn.k_proj": 0.5}, TOKENS)
     assert small.model.layers[1].self_attn.q_proj.weight.shape == (16, 32)
     assert small.model.layers[0].self_attn.q_proj.weight.shape == (32, 32)
@@ -306,7 +306,7 @@ def test_what_is_protected_stays_as_it_is(method):
         "trained": lambda m, p: convert(prepare_qat(m, 4, protect=p)),
         "half": lambda m, p: prune(m, 0.5, protect=p).model,
     }[method]
-    dense = gpt2()
+    dense = build_gpt2()
     small = protected(dense, ["lm_head", "h.0.attn"])
     for name, parameter in dense.named_parameters():
         is_protected = "wte" in name or "h.0.attn" in name or "ln" in name or "bias" in name
@@ -345,7 +345,7 @@ def test_an_error_in_the_model_ends_every_batch():
 
 
 def test_what_is_compressed_can_be_compressed_again():
-    model = gpt2(n_layer=1)
+    model = build_gpt2(n_layer=1)
     once = quantize(model, 8)
     before = once.transformer.h[0].mlp.c_fc.weight.clone()
     recompressed = kmeans_quantize(once, {"transformer.h.0.mlp.c_fc": 2})

@@ -20,7 +20,7 @@ from zero.memory import collect_tensors
 STEPS = 2
 
 
-def peak_bytes(
+def measure_peak_bytes(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[nn.Module], Tensor]
 ) -> int:
     """Return the peak bytes of a training step after the first.
@@ -33,7 +33,7 @@ def peak_bytes(
     """
     loss(model).backward()
     optimizer.step()
-    storages = {StorageWeakRef(s): s.nbytes() for s in _storages(model, optimizer)}
+    storages = {StorageWeakRef(s): s.nbytes() for s in _list_storages(model, optimizer)}
     optimizer.zero_grad()
     # Gradients are freed now, except those that are views of buckets.
     persistent = sum(nbytes for storage, nbytes in storages.items() if not storage.expired())
@@ -43,11 +43,11 @@ def peak_bytes(
         optimizer.step()
         optimizer.zero_grad()
 
-    measure = _cuda_peak if next(model.parameters()).is_cuda else _cpu_peak
+    measure = _measure_cuda_peak if next(model.parameters()).is_cuda else _measure_cpu_peak
     return persistent + min(measure(step) for _ in range(STEPS))
 
 
-def _cpu_peak(step: Callable[[], None]) -> int:
+def _measure_cpu_peak(step: Callable[[], None]) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
     options: dict[str, Any] = {"activities": activities, "acc_events": True}
     with torch.profiler.profile(**options, profile_memory=True) as profile:
@@ -61,10 +61,10 @@ def _cpu_peak(step: Callable[[], None]) -> int:
         if event.tag == _EventType.Allocation:
             memory.append((event.start_time_ns, event.extra_fields))
     memory.sort(key=lambda entry: entry[0])
-    return peak_of_events((fields.ptr, fields.alloc_size) for _, fields in memory)
+    return compute_peak((fields.ptr, fields.alloc_size) for _, fields in memory)
 
 
-def peak_of_events(events: Iterable[tuple[int, int]]) -> int:
+def compute_peak(events: Iterable[tuple[int, int]]) -> int:
     """Return the peak of live bytes in a sequence of (address, bytes).
 
     A release has negative bytes.
@@ -82,7 +82,7 @@ def peak_of_events(events: Iterable[tuple[int, int]]) -> int:
     return peak
 
 
-def _cuda_peak(step: Callable[[], None]) -> int:
+def _measure_cuda_peak(step: Callable[[], None]) -> int:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -91,7 +91,9 @@ def _cuda_peak(step: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _storages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.UntypedStorage]:
+def _list_storages(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[torch.UntypedStorage]:
     """Return the storages of model, gradients and optimizer state, each once."""
     tensors = [t for kind in collect_tensors(model, optimizer).values() for t in kind]
     # ZeroRedundancyOptimizer keeps its state in the optimizer that it wraps.

@@ -21,7 +21,7 @@ from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, fully_shard, load_checkpoint, save_checkpoint
 from zero.checkpoint.planner import iter_boxes
 from zero.optimizer import optimizer_trial
-from zero_training import assert_alike, batch, flip_bits, make, mean_square, pair
+from zero_training import assert_alike, build_pair, compute_mean_square, draw_batch, flip_bits, make
 from zero_training import train as train_alike
 
 DEADLINE = 300.0
@@ -77,7 +77,7 @@ def train(model, optimizer, steps):
         optimizer.step()
 
 
-def whole(model):
+def gather_state(model):
     inner = model.module if isinstance(model, FSDP) else model
     state = {n: b.clone() for n, b in inner.named_buffers()}
     if isinstance(model, FSDP):
@@ -99,17 +99,17 @@ def save_at(path, stage, name, group):
     model, optimizer = build(stage, 0, name, group)
     train(model, optimizer, range(3))
     save_checkpoint(path, model, optimizer, extra={"step": 3}, group=group)
-    saved = whole(model)
+    saved = gather_state(model)
     train(model, optimizer, range(3, 5))
-    return saved, whole(model)
+    return saved, gather_state(model)
 
 
 def load_at(path, stage, name, group):
     model, optimizer = build(stage, 1, name, group)
     extra = load_checkpoint(path, model, optimizer, group=group)
-    loaded = whole(model)
+    loaded = gather_state(model)
     train(model, optimizer, range(extra["step"], 5))
-    return loaded, whole(model)
+    return loaded, gather_state(model)
 
 
 #: The stage and the number of ranks before and after a checkpoint, and the optimizer.
@@ -149,7 +149,7 @@ def test_resumed_training_equals_uninterrupted_training(before, after, name):
     assert all(run_on_shared_ranks(resume, 4, before, after, name))
 
 
-def part_of_the_loss(model, step, rank):
+def compute_loss_part(model, step, rank):
     generator = torch.Generator().manual_seed(10 * step + rank)
     tokens, targets = (torch.randint(11, (2, 6), generator=generator) for _ in range(2))
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
@@ -166,14 +166,14 @@ def build_plain(stage, seed, group=None):
     return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, group=group, **options)
 
 
-def never_stopped():
+def train_without_stopping():
     """Train unsharded: three steps on batches of four parts, then three on batches of three."""
     model, optimizer = build_plain(0, 0)
     for step in range(6):
         world = 4 if step < 3 else 3
         parameters = list(model.parameters())
         parts = [
-            torch.autograd.grad(part_of_the_loss(model, step, r), parameters) for r in range(world)
+            torch.autograd.grad(compute_loss_part(model, step, r), parameters) for r in range(world)
         ]
         for parameter, *gradients in zip(parameters, *parts, strict=True):
             total = gradients[0].clone()
@@ -181,26 +181,26 @@ def never_stopped():
                 total += gradient
             parameter.grad = total / world
         optimizer.step()
-    return whole(model)
+    return gather_state(model)
 
 
-def some_steps(path, stage, resumed, group):
+def train_some_steps(path, stage, resumed, group):
     model, optimizer = build_plain(stage, int(resumed), group)
     first = load_checkpoint(path, model, optimizer, group=group)["step"] if resumed else 0
     for step in range(first, first + 3):
         optimizer.zero_grad()
-        part_of_the_loss(model, step, dist.get_rank()).backward()
+        compute_loss_part(model, step, dist.get_rank()).backward()
         optimizer.step()
     save_checkpoint(path, model, optimizer, extra={"step": first + 3}, group=group)
-    return whole(model)
+    return gather_state(model)
 
 
 def resume_with_three(stage):
     path = f"{case_folder()}/checkpoint"
-    run_on(4, some_steps, path, stage, False)
-    resumed = run_on(3, some_steps, path, stage, True)
+    run_on(4, train_some_steps, path, stage, False)
+    resumed = run_on(3, train_some_steps, path, stage, True)
     if resumed is not None:
-        for name, value in never_stopped().items():
+        for name, value in train_without_stopping().items():
             assert torch.equal(resumed[name], value), name
     return True
 
@@ -245,7 +245,7 @@ def flip(path, every):
     return counts
 
 
-def flipped(folder, every):
+def load_flipped_files(folder, every):
     path = str(folder / "checkpoint")
     run_on_shared_ranks(save_small, 2, path, timeout=DEADLINE)
     tried, passed = run_on_shared_ranks(flip, 1, path, every, timeout=1500)[0]
@@ -254,12 +254,12 @@ def flipped(folder, every):
 
 
 def test_a_flipped_bit_anywhere_is_refused(tmp_path):
-    flipped(tmp_path, 499)
+    load_flipped_files(tmp_path, 499)
 
 
 @pytest.mark.exhaustive
 def test_a_flipped_bit_in_every_byte_is_refused(tmp_path):
-    flipped(tmp_path, 1)
+    load_flipped_files(tmp_path, 1)
 
 
 class Wrapper(nn.Module):
@@ -274,17 +274,17 @@ class Wrapper(nn.Module):
         return self.head(self.module(tokens))
 
 
-def compiled(module):
+def wrap_as_compiled(module):
     """Return what torch.compile returns, without the time to import a backend."""
     return OptimizedModule(module, lambda forward: forward)
 
 
-def name_it():
+def save_under_every_name():
     """Save compiled, tied and nested models, and load them by every name of a tied tensor."""
     path = case_folder()
     torch.manual_seed(0)
     model = Tiny()
-    parts = {"compiled": compiled(Tiny()), "plain": Tiny()}
+    parts = {"compiled": wrap_as_compiled(Tiny()), "plain": Tiny()}
     for name, saved in parts.items():
         whole_model = nn.Module()
         whole_model.add_module("inner", saved)
@@ -320,7 +320,7 @@ def name_it():
 
 
 def test_names_are_the_unwrapped_modules_and_tied_tensors_keep_all_names():
-    assert all(run_on_shared_ranks(name_it, 2))
+    assert all(run_on_shared_ranks(save_under_every_name, 2))
 
 
 class Scaled(nn.Module):
@@ -333,7 +333,7 @@ class Scaled(nn.Module):
             self.scale = nn.Parameter(torch.ones(3))
 
 
-def in_other_modules():
+def save_in_other_modules():
     """Save and load sharded models within other modules, and modules that are sharded in part."""
     path = case_folder()
 
@@ -352,7 +352,7 @@ def in_other_modules():
     for kind, other in (("outer", "outer"), ("inner", "plain"), ("plain", "inner"), ("parts",) * 2):
         saved, loaded = build(kind, 0), build(other, 1)
         optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (saved, loaded)]
-        inputs = batch(0, 0)
+        inputs = draw_batch(0, 0)
         for module in saved.modules():
             if isinstance(module, nn.Sequential):
                 module(inputs).square().sum().backward()
@@ -366,27 +366,27 @@ def in_other_modules():
 
 
 def test_models_within_other_modules_are_saved_and_loaded():
-    assert all(run_on_shared_ranks(in_other_modules, 2))
+    assert all(run_on_shared_ranks(save_in_other_modules, 2))
 
 
-def compiled_as_a_whole():
+def save_compiled_models():
     """Save and load models that torch.compile wraps, one of which is sharded."""
     path = case_folder()
     model, optimizer = build_plain(3, 0)
-    save_checkpoint(path, compiled(model), optimizer)
+    save_checkpoint(path, wrap_as_compiled(model), optimizer)
     other, _ = build_plain(0, 1)
-    load_checkpoint(path, compiled(other))
+    load_checkpoint(path, wrap_as_compiled(other))
     return all(torch.equal(v, other.state_dict()[k]) for k, v in model.gather_full_params().items())
 
 
 def test_a_compiled_model_is_saved_and_loaded():
-    assert all(run_on_shared_ranks(compiled_as_a_whole, 2))
+    assert all(run_on_shared_ranks(save_compiled_models, 2))
 
 
 def save_beside_others(folder):
     """Save twice to a folder with other files, through a symbolic link."""
-    model, optimizer, *_ = pair()
-    model(batch(0, dist.get_rank())).sum().backward()
+    model, optimizer, *_ = build_pair()
+    model(draw_batch(0, dist.get_rank())).sum().backward()
     optimizer.step()
     folder_path = Path(folder)
     for _ in range(2):
@@ -416,15 +416,17 @@ def test_other_programs_files_and_symbolic_links_are_kept(tmp_path):
 
 def continue_in_another_dtype():
     path = case_folder()
-    model, optimizer, *_ = pair(3)
-    mean_square(model, batch(0, dist.get_rank())).backward()
+    model, optimizer, *_ = build_pair(3)
+    compute_mean_square(model, draw_batch(0, dist.get_rank())).backward()
     optimizer.step()
     save_checkpoint(path, model, optimizer)
     values = model.gather_full_params()
     whole = get_optimizer_state_dict(model.module, optimizer, options=FULL)["state"]
     for dtype in (torch.float32, torch.bfloat16):
         for stage in (1, 3):
-            other, other_optimizer, *_ = pair(stage, build=lambda dtype=dtype: make(1).to(dtype))
+            other, other_optimizer, *_ = build_pair(
+                stage, build=lambda dtype=dtype: make(1).to(dtype)
+            )
             load_checkpoint(path, other, other_optimizer)
             assert_alike(other, cast(values, dtype), rtol=0, atol=0)
             module = other.module if stage == 3 else other
@@ -447,9 +449,9 @@ def step_as_one_process(model, optimizer, values, states, dtype):
             key: value.to(dtype) if value.dim() else value.clone()
             for key, value in states[name].items()
         }
-    inputs = batch(1, 0).to(dtype)
+    inputs = draw_batch(1, 0).to(dtype)
     for module, stepped in ((model, optimizer), (twin, theirs)):
-        mean_square(module, inputs).backward()
+        compute_mean_square(module, inputs).backward()
         stepped.step()
     # A bfloat16 has eight significant bits.
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
@@ -495,8 +497,8 @@ def resume_state_of_another_dtype():
         resumed, resumed_optimizer = build_bfloat16(resumed_stage)
         load_checkpoint(folder, resumed, resumed_optimizer)
         train_bfloat16(resumed, resumed_optimizer, range(2, 4))
-        expected = full_values(model)
-        for name, value in full_values(resumed).items():
+        expected = get_full_values(model)
+        for name, value in get_full_values(resumed).items():
             assert torch.equal(value, expected[name]), (stage, name)
     return True
 
@@ -519,7 +521,7 @@ def train_bfloat16(model, optimizer, steps):
         optimizer.step()
 
 
-def full_values(model):
+def get_full_values(model):
     if isinstance(model, FSDP):
         return model.gather_full_params()
     return {name: value.detach() for name, value in model.named_parameters()}
@@ -534,12 +536,12 @@ def save_before_the_first_step():
     path = case_folder()
     for stage in (1, 3):
         folder = f"{path}-{stage}"
-        model, optimizer, *_ = pair(stage, "Adagrad", initial_accumulator_value=0.5)
+        model, optimizer, *_ = build_pair(stage, "Adagrad", initial_accumulator_value=0.5)
         save_checkpoint(folder, model, optimizer)
-        resumed, ours, twin, theirs = pair(stage, "Adagrad")
+        resumed, ours, twin, theirs = build_pair(stage, "Adagrad")
         load_checkpoint(folder, resumed, ours)
         theirs = torch.optim.Adagrad(twin.parameters(), lr=0.1, initial_accumulator_value=0.5)
-        train_alike(resumed, ours, twin, theirs, mean_square, steps=2)
+        train_alike(resumed, ours, twin, theirs, compute_mean_square, steps=2)
     return True
 
 

@@ -21,18 +21,18 @@ from zero.checkpoint.draft import PathLock
 DEADLINE = 300.0
 
 
-def filled(value, group=None):
+def build_filled_model(value, group=None):
     model = FSDP(nn.Linear(40, 30), group=group)
     for parameter in model.parameters():
         parameter.data.fill_(value)
     return model
 
 
-def values_of(model):
+def get_values(model):
     return torch.cat([p.reshape(-1) for p in model.gather_full_params().values()]).unique().tolist()
 
 
-def job_groups():
+def create_job_groups():
     """Return this rank's job and process group, for two jobs of two ranks each."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     job = dist.get_rank() // 2
@@ -41,8 +41,8 @@ def job_groups():
 
 def save_at_once(path, rounds):
     """Save to one path from both jobs repeatedly; the first job loads between rounds."""
-    job, group = job_groups()
-    model, other = filled(1.0 + job, group), filled(0.0, group)
+    job, group = create_job_groups()
+    model, other = build_filled_model(1.0 + job, group), build_filled_model(0.0, group)
     draw, saved = random.Random(job), 0
     for _ in range(rounds):
         dist.barrier()
@@ -56,7 +56,7 @@ def save_at_once(path, rounds):
         dist.barrier()
         if job == 0:
             load_checkpoint(path, other, group=group)
-            assert values_of(other) in ([1.0], [2.0])
+            assert get_values(other) in ([1.0], [2.0])
     return saved
 
 
@@ -69,8 +69,8 @@ def test_two_jobs_that_save_to_one_path_never_mix_their_files(tmp_path):
 
 def refuse_the_second(path):
     """Check that a save in progress locks its path only."""
-    job, group = job_groups()
-    model = filled(1.0 + job, group)
+    job, group = create_job_groups()
+    model = build_filled_model(1.0 + job, group)
     link = Path(path).with_name("link")
     if dist.get_rank() == 0:
         link.symlink_to(path)
@@ -89,12 +89,12 @@ def refuse_the_second(path):
     if job == 0:
         save_checkpoint(path, model, group=group)
         load_checkpoint(path, model, group=group)
-        assert values_of(model) == [1.0]
+        assert get_values(model) == [1.0]
     dist.barrier()
     if job == 1:
         save_checkpoint(path, model, group=group)
         load_checkpoint(path, model, group=group)
-        assert values_of(model) == [2.0]
+        assert get_values(model) == [2.0]
     return True
 
 
@@ -109,7 +109,7 @@ def save_without_locks(path):
 
     draft.fcntl.flock = flock
     with pytest.raises(RuntimeError, match=r"cannot be locked \(No locks available\), so"):
-        save_checkpoint(path, filled(1.0))
+        save_checkpoint(path, build_filled_model(1.0))
     return True
 
 
@@ -124,7 +124,7 @@ def save_on_separate_disks(path):
     if dist.get_rank() == 1:
         storage.build_draft_path = lambda path, token: Path(f"{path}-of-host-1", token)
     with pytest.raises(RuntimeError, match=r"rank 1: .*save to a file system that all hosts share"):
-        save_checkpoint(path, filled(2.0))
+        save_checkpoint(path, build_filled_model(2.0))
     return load_one(path)
 
 
@@ -178,7 +178,7 @@ def save_and_die(path, moment):
     """Save; then die at a moment of a second save."""
     save_one(path, 1.0)
     Path(path, "notes.txt").write_text("mine")
-    model = filled(2.0)
+    model = build_filled_model(2.0)
     # No other survivor sends a report that could be waited for.
     diagnostics.GRACE_SECONDS = 0.1
     if dist.get_rank() == 0:
@@ -201,13 +201,13 @@ def save_and_die(path, moment):
 
 
 def save_one(path, value):
-    save_checkpoint(path, filled(value))
+    save_checkpoint(path, build_filled_model(value))
 
 
 def load_one(path):
-    model = filled(0.0)
+    model = build_filled_model(0.0)
     load_checkpoint(path, model)
-    return values_of(model)
+    return get_values(model)
 
 
 def load_and_save(path):
@@ -246,7 +246,7 @@ MARKS = "/a-save-starts", "/a-save-ended"
 
 def save_traced(path, rank, injections, log):
     """Save while strace injects faults into the system calls of one rank."""
-    model = filled(2.0)
+    model = build_filled_model(2.0)
     # No other survivor sends a report that could be waited for.
     diagnostics.GRACE_SECONDS = 0.1
     # A signal ends the wait of the traced rank, because waiting by a traced system call would make
@@ -270,7 +270,7 @@ def save_traced(path, rank, injections, log):
     os.path.exists(MARKS[1])
 
 
-def calls_of(log):
+def list_calls(log):
     """Return the system calls of the thread that saves, and the numbers of those of the save."""
     calls = {}
     for line in log.read_text().splitlines():
@@ -293,7 +293,7 @@ def test_a_fault_at_any_system_call_of_a_save_leaves_a_whole_checkpoint(tmp_path
     run_ranks(save_one, 2, str(good), 1.0, timeout=DEADLINE)
     shutil.copytree(good, path)
     run_ranks(save_traced, 2, str(path), rank, [], str(log), timeout=DEADLINE)
-    calls, of_the_save = calls_of(log)
+    calls, of_the_save = list_calls(log)
     assert len(of_the_save) > 50
     loaded = {1.0: 0, 2.0: 0}
     for point in of_the_save[:: max(1, len(of_the_save) // POINTS)]:
@@ -335,7 +335,7 @@ def replace_while_loading(path):
 
     Loading.fill = replace_then_fill
     with pytest.raises(RuntimeError, match="another job replaced the checkpoint while it was"):
-        load_checkpoint(path, filled(0.0))
+        load_checkpoint(path, build_filled_model(0.0))
     return True
 
 
@@ -348,7 +348,7 @@ def load_different(folder):
         save_one(f"{folder}/rank{rank}", 1.0 + rank)
     path = Path(folder) / f"rank{dist.get_rank()}"
     with pytest.raises(RuntimeError, match="ranks read different checkpoints"):
-        load_checkpoint(path, filled(0.0))
+        load_checkpoint(path, build_filled_model(0.0))
     return True
 
 

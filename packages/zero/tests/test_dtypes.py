@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, Communicator, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.parameter_checks import is_trainable_dtype
-from zero_training import assert_alike, pair, train
+from zero_training import assert_alike, build_pair, train
 
 DTYPES = [
     "float16",
@@ -96,7 +96,7 @@ def train_everything(stage):
     shard = {"shard": (nn.Linear, nn.Conv2d)} if stage == 3 else {}
     # At stage 3 all ranks get rank 0's values; the codes are in no optimizer.
     bits = dist.get_rank() if stage == 3 else 0
-    trained = pair(stage, build=lambda: build(0), **shard)
+    trained = build_pair(stage, build=lambda: build(0), **shard)
     if stage == 3:
         other = FSDP(build(bits), **shard)
         for (name, ours), theirs in zip(
@@ -108,7 +108,7 @@ def train_everything(stage):
     assert train(*trained, lambda m, x: m(x).square().mean(), steps=2, clip=0.5)
     model, optimizer, twin, _ = trained
     save_checkpoint(f"{folder}/{stage}", model, optimizer)
-    model, optimizer, *_ = pair(3, build=lambda: build(1), shard=(nn.Linear, nn.Conv2d))
+    model, optimizer, *_ = build_pair(3, build=lambda: build(1), shard=(nn.Linear, nn.Conv2d))
     load_checkpoint(f"{folder}/{stage}", model, optimizer)
     for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
         assert ours.dtype == theirs.dtype

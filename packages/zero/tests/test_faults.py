@@ -42,7 +42,7 @@ from zero.checkpoint import checkpoint
 DEADLINE = 300.0
 
 
-def exhaustive(value):
+def mark_exhaustive(value):
     return pytest.param(value, marks=pytest.mark.exhaustive)
 
 
@@ -55,7 +55,7 @@ def build(stage, width=6, group=None):
     return model, ShardedOptimizer(model.parameters(), torch.optim.Adam, group=group)
 
 
-def step(model, optimizer):
+def take_step(model, optimizer):
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -84,7 +84,7 @@ class Clock:
 
 def lose_a_rank(stage, how, report_path):
     model, optimizer = build(stage)
-    step(model, optimizer)
+    take_step(model, optimizer)
     dist.barrier()
     if how == "hang":
         # From here on every collective must fail, and no other survivor sends a report that
@@ -104,13 +104,13 @@ def lose_a_rank(stage, how, report_path):
             time.sleep(0.05)
         return
     try:
-        step(model, optimizer)
+        take_step(model, optimizer)
     finally:
         with open(report_path, "w"):
             pass
 
 
-@pytest.mark.parametrize("stage", [exhaustive(1), exhaustive(2), 3])
+@pytest.mark.parametrize("stage", [mark_exhaustive(1), mark_exhaustive(2), 3])
 def test_every_survivor_names_the_rank_that_died(tmp_path, stage):
     report_path = str(tmp_path / "report_path")
     outcomes = try_ranks(lose_a_rank, 3, stage, "die", report_path, timeout=DEADLINE)
@@ -119,7 +119,7 @@ def test_every_survivor_names_the_rank_that_died(tmp_path, stage):
         assert expected in str(outcomes[survivor].error)
 
 
-@pytest.mark.parametrize("stage", [exhaustive(1), exhaustive(2), 3])
+@pytest.mark.parametrize("stage", [mark_exhaustive(1), mark_exhaustive(2), 3])
 def test_every_survivor_names_the_rank_that_hangs(tmp_path, stage):
     report_path = str(tmp_path / "report_path")
     outcomes = try_ranks(lose_a_rank, 2, stage, "hang", report_path, timeout=DEADLINE)
@@ -147,7 +147,7 @@ def test_an_exchange_of_objects_names_the_rank_that_died():
 def count_polls_after_a_death():
     """Return how often a rank polls for reports if it has prefetched a unit when a rank dies."""
     model, optimizer = build(3)
-    step(model, optimizer)
+    take_step(model, optimizer)
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(3)
@@ -155,7 +155,7 @@ def count_polls_after_a_death():
     poll_store = diagnostics._poll_store
     diagnostics._poll_store = lambda *args: polls.append(args) or poll_store(*args)
     with pytest.raises(RuntimeError, match="rank 1 ended"):
-        step(model, optimizer)
+        take_step(model, optimizer)
     return len(polls)
 
 
@@ -176,7 +176,7 @@ def clip_on_one_rank(stage):
     optimizer.step()
 
 
-@pytest.mark.parametrize("stage", [exhaustive(1), 3])
+@pytest.mark.parametrize("stage", [mark_exhaustive(1), 3])
 def test_a_collective_that_only_one_rank_calls_is_reported(stage):
     for outcome in try_ranks(clip_on_one_rank, 2, stage, timeout=DEADLINE):
         message = str(outcome.error)
@@ -215,7 +215,7 @@ def test_a_host_of_the_store_that_hangs_is_named(tmp_path):
     assert "rank 0 ended" in str(outcomes[1].error)
 
 
-def different_models(stage):
+def wrap_different_models(stage):
     with pytest.raises(ValueError, match=r"\(7, 5\).* on rank 1"):
         build(stage, width=6 + dist.get_rank())
     return True
@@ -223,7 +223,7 @@ def different_models(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_models_that_differ_are_refused_on_every_rank(stage):
-    assert all(run_on_shared_ranks(different_models, 2, stage))
+    assert all(run_on_shared_ranks(wrap_different_models, 2, stage))
 
 
 def refuse_bad_groups():
@@ -472,9 +472,9 @@ def test_sets_of_parameters_are_refused():
     assert all(run_on_shared_ranks(pass_sets, 2))
 
 
-def first_checkpoint(path):
+def save_first_checkpoint(path):
     model, optimizer = build(1)
-    step(model, optimizer)
+    take_step(model, optimizer)
     save(path, model, optimizer, extra={"step": 1})
     return [p.detach().clone() for p in model.parameters()]
 
@@ -492,7 +492,7 @@ def load_it(path, width=6):
 
 
 def fill_the_disk(path):
-    first_checkpoint(path)
+    save_first_checkpoint(path)
     model, optimizer = build(1)
     if dist.get_rank() == 1:
 
@@ -504,7 +504,7 @@ def fill_the_disk(path):
 
 
 def die_while_saving(path):
-    first_checkpoint(path)
+    save_first_checkpoint(path)
     model, optimizer = build(1)
     if dist.get_rank() == 1:
         FileSystemWriter.write_data = lambda *arguments: os._exit(3)
@@ -515,7 +515,7 @@ def die_while_saving(path):
 
 def has_first_checkpoint(path):
     extra, values = load_it(path)
-    expected = first_checkpoint(f"{path}-expected")
+    expected = save_first_checkpoint(f"{path}-expected")
     return extra == 1 and all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
 
 
@@ -535,10 +535,10 @@ def test_the_last_good_checkpoint_survives_a_failed_save(tmp_path, fault):
 def fill_a_small_disk(path):
     """Save to a disk of one MiB until it is full; then free the space of the failed save."""
     model, optimizer = build(1)
-    step(model, optimizer)
+    take_step(model, optimizer)
     save(path, model, optimizer, extra={"step": 1})
     before = [p.detach().clone() for p in model.parameters()]
-    step(model, optimizer)
+    take_step(model, optimizer)
     with pytest.raises(RuntimeError, match=r"was not saved: rank 0: .*No space left"):
         save(path, model, optimizer, extra={"step": 2, "much": torch.zeros(2**19)})
     assert load_checkpoint(path, model, optimizer) == {"step": 1}
@@ -565,7 +565,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
 def load_previous():
     """Load a checkpoint in the state between the renames of a save."""
     path = Path(case_folder(), "last")
-    first_checkpoint(path)
+    save_first_checkpoint(path)
     dist.barrier()
     if dist.get_rank() == 0:
         path.rename(path.with_name(".last.previous"))
@@ -581,13 +581,13 @@ def refuse_damaged_checkpoints():
     """Load checkpoints that are missing, of another model, newer or damaged."""
     folder = case_folder()
     path = Path(folder, "last")
-    first_checkpoint(path)
+    save_first_checkpoint(path)
     assert "expected a checkpoint, got" in load_it(f"{folder}/none")
     message = load_it(path, 7)
     assert "0.weight is ((6, 5), torch.float32) in the checkpoint, ((7, 5)" in message
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "VERSION", 5)
-        first_checkpoint(f"{folder}/newer")
+        save_first_checkpoint(f"{folder}/newer")
     assert "expected format 4, got 5" in load_it(f"{folder}/newer")
     checksums = path / "checksums.json"
     file = sorted(path.glob("*.distcp"))[0]
@@ -644,7 +644,7 @@ def save_dotted_keys():
     path = case_folder()
     model = nn.Linear(5, 3, bias=False)
     optimizer = ShardedOptimizer(model.parameters(), DottedKeys, elementwise=False, lr=0.1)
-    step(model, optimizer)
+    take_step(model, optimizer)
     refused = pytest.raises(
         RuntimeError, match="was not saved: rank 0: ValueError: expected names without dots"
     )

@@ -27,7 +27,7 @@ ELEMENTWISE = (
 DEADLINE = 300.0
 
 
-def exhaustive(*values):
+def mark_exhaustive(*values):
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
@@ -56,19 +56,19 @@ def make_model():
     return Tiny()
 
 
-def loss_of(model, step, rank):
+def compute_loss(model, step, rank):
     generator = torch.Generator().manual_seed(100 * step + rank)
     tokens = torch.randint(11, (4, 3), generator=generator)
     targets = torch.randint(11, (4, 3), generator=generator)
     return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten())
 
 
-def reference(world, steps, name):
+def train_reference(world, steps, name):
     model = make_model()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = getattr(torch.optim, name)(trained, lr=0.01)
     for step in range(steps):
-        parts = [torch.autograd.grad(loss_of(model, step, r), trained) for r in range(world)]
+        parts = [torch.autograd.grad(compute_loss(model, step, r), trained) for r in range(world)]
         for parameter, *gradients in zip(trained, *parts, strict=True):
             total = gradients[0].clone()
             for gradient in gradients[1:]:
@@ -93,7 +93,7 @@ def train(steps):
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
         for step in range(steps):
             optimizer.zero_grad()
-            loss_of(model, step, dist.get_rank()).backward()
+            compute_loss(model, step, dist.get_rank()).backward()
             model.finish_gradient_synchronization()
             optimizer.step()
         assert all(unit.unsharded_bytes == 0 for unit in model.units)
@@ -102,15 +102,15 @@ def train(steps):
 
 
 @cache
-def trained(world):
+def get_trained(world):
     return run_on_shared_ranks(train, world, 2, timeout=DEADLINE)
 
 
-@pytest.mark.parametrize("world", [exhaustive(1), exhaustive(2), 3, exhaustive(4)])
+@pytest.mark.parametrize("world", [mark_exhaustive(1), mark_exhaustive(2), 3, mark_exhaustive(4)])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_fsdp_is_bit_equal_to_unsharded_training(name, world):
-    expected = reference(world, 2, name)
-    for result in trained(world):
+    expected = train_reference(world, 2, name)
+    for result in get_trained(world):
         assert list(result[name]) == list(expected)
         for key, value in result[name].items():
             assert torch.equal(value, expected[key]), key
@@ -163,7 +163,7 @@ def build(cls, *args):
     return cls(*args)
 
 
-def steps_equal(ours, theirs, tolerance, micro_batches=1):
+def are_steps_equal(ours, theirs, tolerance, micro_batches=1):
     """Train two models for two steps on the same batches; return True if they are equal."""
     optimizers = [
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
@@ -175,9 +175,9 @@ def steps_equal(ours, theirs, tolerance, micro_batches=1):
         for micro in range(micro_batches):
             last = micro == micro_batches - 1
             with nullcontext() if last else ours.no_sync():
-                loss_of(ours, 10 * step + micro, rank).backward()
+                compute_loss(ours, 10 * step + micro, rank).backward()
             for other in range(world):
-                (loss_of(theirs, 10 * step + micro, other) / world).backward()
+                (compute_loss(theirs, 10 * step + micro, other) / world).backward()
         norm = nn.utils.clip_grad_norm_(ours.parameters(), 0.5)
         other = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
         assert norm > 0.5
@@ -196,41 +196,41 @@ def steps_equal(ours, theirs, tolerance, micro_batches=1):
     return True
 
 
-def options():
+def train_with_options():
     exact = 1e-5
-    assert steps_equal(FSDP(make_model()), make_model(), exact, micro_batches=3)
-    assert steps_equal(FSDP(build(Checkpointed)), build(Plain), exact)
-    assert steps_equal(
+    assert are_steps_equal(FSDP(make_model()), make_model(), exact, micro_batches=3)
+    assert are_steps_equal(FSDP(build(Checkpointed)), build(Plain), exact)
+    assert are_steps_equal(
         FSDP(build(Stack, False), shard=(Block, nn.Embedding)), build(Stack, False), exact
     )
     nested = FSDP(build(Stack, False), shard=(Block, nn.Linear))
-    assert steps_equal(nested, build(Stack, False), exact)
+    assert are_steps_equal(nested, build(Stack, False), exact)
     gradients = FSDP(make_model(), torch.bfloat16, gradient_dtype=torch.float32)
-    assert steps_equal(gradients, make_model(), 0.02)
+    assert are_steps_equal(gradients, make_model(), 0.02)
     for dtype in (torch.bfloat16, torch.float16):
         half = FSDP(make_model(), dtype)
         assert half(torch.zeros(4, 3, dtype=torch.long)).dtype == dtype
-        assert steps_equal(half, make_model(), 0.02)
+        assert are_steps_equal(half, make_model(), 0.02)
     return True
 
 
 def test_accumulation_clipping_checkpointing_shard_classes_and_half_precision():
-    assert all(run_on_shared_ranks(options, 2))
+    assert all(run_on_shared_ranks(train_with_options, 2))
 
 
-def compiled_blocks(has_inner_units):
+def train_compiled_blocks(has_inner_units):
     torch._dynamo.reset()
     shard = (Block, nn.Embedding, nn.Linear) if has_inner_units else (Block,)
     model = FSDP(build(Stack, True, 1), shard=shard)
     assert not any("_orig_mod" in name for name in model.gather_full_params())
-    return steps_equal(model, build(Stack, False, 1), 1e-5)
+    return are_steps_equal(model, build(Stack, False, 1), 1e-5)
 
 
 @pytest.mark.parametrize(
     "has_inner_units", [pytest.param(True, marks=pytest.mark.exhaustive), False]
 )
 def test_compiled_blocks_train_equally_under_the_original_names(has_inner_units):
-    assert all(run_on_shared_ranks(compiled_blocks, 2, has_inner_units))
+    assert all(run_on_shared_ranks(train_compiled_blocks, 2, has_inner_units))
 
 
 def compile_with_buffers():
@@ -263,7 +263,7 @@ class Outer(nn.Module):
         nn.init.ones_(self.inner.weight)
 
 
-def on_the_meta_device():
+def shard_on_the_meta_device():
     with torch.device("meta"):
         model = Stack(False)
     torch.manual_seed(0)
@@ -288,7 +288,7 @@ def on_the_meta_device():
 
 
 def test_modules_on_the_meta_device_are_initialized_as_if_unsharded():
-    assert all(run_on_shared_ranks(on_the_meta_device, 2))
+    assert all(run_on_shared_ranks(shard_on_the_meta_device, 2))
 
 
 def evaluate_between_steps():
@@ -296,15 +296,15 @@ def evaluate_between_steps():
     model, twin = FSDP(build(Stack, False)), build(Stack, False)
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
     for step in range(3):
-        loss_of(model, step, 0).backward()
-        loss_of(twin, step, 0).backward()
-        loss_of(model, 50, 0)
+        compute_loss(model, step, 0).backward()
+        compute_loss(twin, step, 0).backward()
+        compute_loss(model, 50, 0)
         ours.step()
         theirs.step()
         ours.zero_grad()
         theirs.zero_grad()
         with torch.no_grad():
-            torch.testing.assert_close(loss_of(model, 99, 0), loss_of(twin, 99, 0))
+            torch.testing.assert_close(compute_loss(model, 99, 0), compute_loss(twin, 99, 0))
     return True
 
 
@@ -312,7 +312,7 @@ def test_a_forward_alone_leaves_no_stale_weights():
     assert all(run_on_shared_ranks(evaluate_between_steps, 2))
 
 
-def gathers_in_flight():
+def list_gathers_in_flight():
     """Return, for each layer in forward and backward, if another layer was being gathered."""
     model = FSDP(build(Stack, False), shard=(nn.Linear, nn.Embedding))
     seen = {"forward": [], "backward": []}
@@ -331,12 +331,12 @@ def gathers_in_flight():
     for _ in range(2):
         for record in seen.values():
             record.clear()
-        loss_of(model, 0, 0).backward()
+        compute_loss(model, 0, 0).backward()
     return seen, model.communicator.pop_bytes()
 
 
 def test_the_next_layer_is_gathered_while_one_runs():
-    for seen, _ in run_on_shared_ranks(gathers_in_flight, 2):
+    for seen, _ in run_on_shared_ranks(list_gathers_in_flight, 2):
         # Layer 4 of 0 to 4 has no next layer in the forward pass, and layer 0 none in the backward.
         assert seen["forward"] == [True] * 4 + [False]
         assert seen["backward"].count(True) == 2 * 4

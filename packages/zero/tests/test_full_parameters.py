@@ -31,16 +31,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from worker_pool import run_on_shared_ranks
 from zero import FSDP, load_checkpoint
 from zero.fsdp.unit import UnitState
-from zero_training import assert_alike, batch, make, mean_square, pair, train
+from zero_training import assert_alike, build_pair, compute_mean_square, draw_batch, make, train
 
 DEADLINE = 300.0
 
 
-def same(ours, theirs):
+def are_same(ours, theirs):
     return all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
-def torchs_state_dicts(folder):
+def use_state_dicts_of_torch(folder):
     expected = make().state_dict()
     full = StateDictOptions(full_state_dict=True)
     everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -50,14 +50,14 @@ def torchs_state_dicts(folder):
             return model if wrapped else model.module
 
         def check(model):
-            assert same(model.gather_full_params(), expected)
+            assert are_same(model.gather_full_params(), expected)
 
         model = FSDP(make())
         sharded = get_model_state_dict(part(model))
         assert isinstance(sharded[f"{prefix}0.weight"], DTensor)
         whole = get_model_state_dict(part(model), options=full)
         assert {k.removeprefix(prefix) for k in whole} == expected.keys()
-        assert same({k.removeprefix(prefix): v for k, v in whole.items()}, expected)
+        assert are_same({k.removeprefix(prefix): v for k, v in whole.items()}, expected)
         dcp.save({"model": sharded}, checkpoint_id=f"{folder}/{wrapped}")
         other = FSDP(make(1))
         state = get_model_state_dict(part(other))
@@ -73,7 +73,7 @@ def torchs_state_dicts(folder):
         check(other)
     plain = make(4)
     load_checkpoint(f"{folder}/False", plain)
-    assert same(plain.state_dict(), expected)
+    assert are_same(plain.state_dict(), expected)
     with pytest.raises(RuntimeError, match=r"mismatch for 0\.weight: expected .* got \(3, 3\)"):
         other.module.load_state_dict({**expected, "0.weight": torch.zeros(3, 3)})
     return True
@@ -81,7 +81,9 @@ def torchs_state_dicts(folder):
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_torchs_tools_get_save_and_set_whole_tensors(tmp_path, world):
-    assert all(run_on_shared_ranks(torchs_state_dicts, world, str(tmp_path), timeout=DEADLINE))
+    assert all(
+        run_on_shared_ranks(use_state_dicts_of_torch, world, str(tmp_path), timeout=DEADLINE)
+    )
 
 
 def keep_dimensions():
@@ -106,7 +108,7 @@ def change_between_state_dicts():
     model, twin = FSDP(make(), shard=lambda name, module: not name), make()
     ours, theirs = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, twin))
     for module in (model, twin):
-        mean_square(module, batch(0, 0)).backward()
+        compute_mean_square(module, draw_batch(0, 0)).backward()
     loaded = make(1).state_dict()
 
     def load_twice_the_values(module):
@@ -137,13 +139,13 @@ def test_state_dicts_have_the_values_of_their_time():
 
 
 def load_by_assignment():
-    model, ours, twin, theirs = pair(lr=0.1)
+    model, ours, twin, theirs = build_pair(lr=0.1)
     state = make(1).state_dict()
     model.module.load_state_dict(state, assign=True)
     # torch's load has stored `assign` in the metadata of `state`.
     twin.load_state_dict(make(1).state_dict())
     assert_alike(model, twin)
-    return train(model, ours, twin, theirs, mean_square)
+    return train(model, ours, twin, theirs, compute_mean_square)
 
 
 def test_a_state_dict_that_is_loaded_with_assign_is_trained():
@@ -152,17 +154,17 @@ def test_a_state_dict_that_is_loaded_with_assign_is_trained():
 
 def shard_over_a_mesh():
     world = dist.get_world_size()
-    both = pair(3, group=init_device_mesh("cpu", (world,)))
+    both = build_pair(3, group=init_device_mesh("cpu", (world,)))
     with pytest.raises(ValueError, match=r"expected a one-dimensional device mesh, got 2"):
         FSDP(make(), group=init_device_mesh("cpu", (1, world)))
-    return train(*both, mean_square)
+    return train(*both, compute_mean_square)
 
 
 def test_a_mesh_of_one_dimension_is_a_group():
     assert all(run_on_shared_ranks(shard_over_a_mesh, 2))
 
 
-def options():
+def gather_with_options():
     gathered = {}
     for name, chosen in {
         "usual": {},
@@ -170,27 +172,27 @@ def options():
         "far": {"prefetch": 3},
         "none": {"prefetch": 0},
     }.items():
-        model, ours, twin, theirs = pair(**chosen)
-        train(model, ours, twin, theirs, mean_square)
+        model, ours, twin, theirs = build_pair(**chosen)
+        train(model, ours, twin, theirs, compute_mean_square)
         model.communicator.pop_bytes()
-        mean_square(model, batch(0, 0)).backward()
+        compute_mean_square(model, draw_batch(0, 0)).backward()
         gathered[name] = model.communicator.pop_bytes()["all_gather"]
         assert all(unit.unsharded_bytes == 0 for unit in model.units)
     return gathered
 
 
 def test_reshard_after_forward_and_prefetch_do_not_change_results():
-    for gathered in run_on_shared_ranks(options, 2):
+    for gathered in run_on_shared_ranks(gather_with_options, 2):
         assert gathered["far"] == gathered["none"] == gathered["usual"]
         assert gathered["kept"] < gathered["usual"]
 
 
-def ignored():
+def ignore_parameters():
     model = make()
     model[0].weight.data.add_(dist.get_rank())
     apart = model[0].weight
     model = FSDP(model, ignored_params={apart})
-    mean_square(model, batch(0, dist.get_rank())).backward()
+    compute_mean_square(model, draw_batch(0, dist.get_rank())).backward()
     # The values stay different on each rank and are not averaged; clipping includes them.
     before = apart.grad.clone()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -199,7 +201,7 @@ def ignored():
 
 
 def test_ignored_parameters_are_not_synchronized():
-    (a, b), (c, d) = run_on_shared_ranks(ignored, 2)
+    (a, b), (c, d) = run_on_shared_ranks(ignore_parameters, 2)
     assert c - a == pytest.approx(35)
     assert b != d
 
@@ -264,7 +266,7 @@ def test_indices_matrix_norms_and_second_derivatives_of_shards_are_refused():
     assert all(run_on_shared_ranks(refuse_operations_on_shards, 2))
 
 
-def penalty(model, inputs):
+def compute_penalty(model, inputs):
     """Return a gradient penalty, which needs a backward pass through a backward pass."""
     inputs = inputs.clone().requires_grad_()
     outputs = model(inputs)
@@ -272,27 +274,27 @@ def penalty(model, inputs):
     return slope.square().sum() + outputs.square().mean()
 
 
-def beside_backward():
+def differentiate_beside_backward():
     with pytest.raises(RuntimeError, match="gradients of gradients cannot be sharded at stage 3"):
-        penalty(pair()[0], batch(0, 0))
+        compute_penalty(build_pair()[0], draw_batch(0, 0))
     # torch.autograd.grad between two backward passes of a step must not reduce gradients.
-    model, ours, twin, theirs = pair()
+    model, ours, twin, theirs = build_pair()
     rank, world = dist.get_rank(), dist.get_world_size()
     for number in range(2):
         with model.no_sync():
-            mean_square(model, batch(number, rank)).backward()
-        inputs = batch(5, rank).requires_grad_()
-        loss = mean_square(model, inputs)
+            compute_mean_square(model, draw_batch(number, rank)).backward()
+        inputs = draw_batch(5, rank).requires_grad_()
+        loss = compute_mean_square(model, inputs)
         model.communicator.pop_bytes()
         (slope,) = torch.autograd.grad(loss, inputs)
         assert model.communicator.pop_bytes().keys() <= {"all_gather"}
         leaf = inputs.detach().requires_grad_()
-        (expected,) = torch.autograd.grad(mean_square(twin, leaf), leaf)
+        (expected,) = torch.autograd.grad(compute_mean_square(twin, leaf), leaf)
         torch.testing.assert_close(slope, expected)
-        mean_square(model, batch(number + 7, rank)).backward()
+        compute_mean_square(model, draw_batch(number + 7, rank)).backward()
         for other in range(world):
             for part in (number, number + 7):
-                (mean_square(twin, batch(part, other)) / world).backward()
+                (compute_mean_square(twin, draw_batch(part, other)) / world).backward()
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
@@ -300,32 +302,32 @@ def beside_backward():
 
 
 def test_gradients_of_inputs_are_as_in_one_process_and_of_gradients_are_refused():
-    assert all(run_on_shared_ranks(beside_backward, 2))
+    assert all(run_on_shared_ranks(differentiate_beside_backward, 2))
 
 
-def called_inside():
+def call_inner_modules():
     """Call the wrapped module or its children directly, so that `FSDP.forward` never runs."""
     for call in (
         lambda model, x: getattr(model, "module", model)(x).square().mean(),
-        lambda model, x: by_hand(getattr(model, "module", model), x).square().mean(),
+        lambda model, x: run_by_hand(getattr(model, "module", model), x).square().mean(),
     ):
-        model, ours, twin, theirs = pair()
+        model, ours, twin, theirs = build_pair()
         train(model, ours, twin, theirs, call, steps=4)
         assert len(model._forward_order) <= len(model.units)
     return True
 
 
-def by_hand(layers, x):
+def run_by_hand(layers, x):
     for layer in layers:
         x = layer(x)
     return x
 
 
 def test_the_wrapped_module_and_its_children_can_be_called():
-    assert all(run_on_shared_ranks(called_inside, 2))
+    assert all(run_on_shared_ranks(call_inner_modules, 2))
 
 
-def different_layers():
+def run_different_layers():
     model = FSDP(nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 9)]))
     dist.barrier()
     # Only the collective that must fail has a short timeout.
@@ -334,19 +336,19 @@ def different_layers():
 
 
 def test_ranks_that_run_different_layers_are_reported():
-    for outcome in try_ranks(different_layers, 2, timeout=DEADLINE):
+    for outcome in try_ranks(run_different_layers, 2, timeout=DEADLINE):
         message = str(outcome.error)
         assert "rank 0: all_gather of 120 bytes of 0.weight and 1 more" in message
         assert "rank 1: all_gather of 216 bytes of 2.weight and 1 more" in message
         assert "run the same layers in the same order on every rank" in message
 
 
-def memory_over(steps, stage):
+def measure_memory(steps, stage):
     """Return the resident bytes after each quarter of the steps."""
-    model, ours, _, _ = pair(stage)
+    model, ours, _, _ = build_pair(stage)
     seen = []
     for number in range(steps):
-        mean_square(model, batch(0, 0)).backward()
+        compute_mean_square(model, draw_batch(0, 0)).backward()
         ours.step()
         ours.zero_grad()
         if (number + 1) % (steps // 4) == 0:
@@ -361,16 +363,16 @@ def test_host_memory_is_constant_over_steps(stage):
     # A list that grew by one object per step would take 64 bytes per step in every quarter. A
     # single late allocation appears in one quarter only. The allocator's own memory grows in the
     # first thousand steps.
-    for seen in run_ranks(memory_over, 2, 10_000, stage, timeout=1500):
+    for seen in run_ranks(measure_memory, 2, 10_000, stage, timeout=1500):
         assert min(after - before for before, after in pairwise(seen)) < 1 << 16
 
 
-def sizes_over(steps, stage):
+def measure_object_sizes(steps, stage):
     """Return rank 0's bytes of all Python objects after 2 steps, half of the steps, and all."""
-    model, ours, _, _ = pair(stage)
+    model, ours, _, _ = build_pair(stage)
     sizes = []
     for number in range(steps):
-        mean_square(model, batch(0, 0)).backward()
+        compute_mean_square(model, draw_batch(0, 0)).backward()
         if number % 5:
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         ours.step()
@@ -388,7 +390,7 @@ def sizes_over(steps, stage):
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_no_python_object_grows_over_steps(stage):
     # A list reserves room for an eighth of its entries, so 20 steps show growth by one per step.
-    sizes, _ = run_ranks(sizes_over, 2, 40, stage, timeout=DEADLINE)
+    sizes, _ = run_ranks(measure_object_sizes, 2, 40, stage, timeout=DEADLINE)
     # The first measurement changes the sizes of caches.
     assert sizes[2] <= sizes[1], sizes
 
@@ -405,7 +407,7 @@ class Viewed(nn.Module):
         return self.view(self.layer(torch.tanh(self.layer(x))))
 
 
-def changed_in_place():
+def change_in_place():
     views = [lambda y: y.view(5, 4), lambda y: y[:, :4], lambda y: y.t(), lambda y: y]
     changes = [lambda y: y.add_(1.5), lambda y: y.mul_(y.detach() + 2), torch.relu_, torch.tanh_]
     for view, change in zip(views, changes, strict=True):
@@ -418,12 +420,12 @@ def changed_in_place():
             return change(model(inputs)).square().mean()
 
         for shard in ((Viewed,), (nn.Linear,)):
-            train(*pair(build=build, shard=shard), loss, steps=2)
+            train(*build_pair(build=build, shard=shard), loss, steps=2)
     return True
 
 
 def test_outputs_that_are_views_can_be_changed_in_place():
-    assert all(run_on_shared_ranks(changed_in_place, 2))
+    assert all(run_on_shared_ranks(change_in_place, 2))
 
 
 @dataclass
@@ -473,13 +475,13 @@ class UsesObjects(nn.Module):
 
 def return_objects():
     for kind in ("dataclass", "nested", "named"):
-        trained = pair(build=lambda kind=kind: _seeded(UsesObjects, kind))
+        trained = build_pair(build=lambda kind=kind: _build_seeded(UsesObjects, kind))
         assert train(*trained, lambda m, x: m(x).hidden.square().mean())
         assert all(unit.unsharded_bytes == 0 for unit in trained[0].units)
     return True
 
 
-def _seeded(cls, *arguments):
+def _build_seeded(cls, *arguments):
     torch.manual_seed(0)
     return cls(*arguments).double()
 
@@ -549,8 +551,8 @@ class Collector(nn.Module):
 def change_arguments():
     """Train blocks that change their mutable arguments, and cast such arguments."""
     for has_output in (True, False):
-        build = partial(_seeded, Collector, has_output)
-        assert train(*pair(build=build), lambda m, x: m(x))
+        build = partial(_build_seeded, Collector, has_output)
+        assert train(*build_pair(build=build), lambda m, x: m(x))
     half = FSDP(Collector(True), compute_dtype=torch.bfloat16)
     layers = [block.layer for block in half.module.blocks]
     dtypes = []
@@ -594,7 +596,7 @@ class Storing(nn.Module):
         return x + 1
 
 
-def backward_of_stored_tensor():
+def differentiate_stored_tensor():
     model = nn.Sequential(Storing(), Storing(), nn.Linear(5, 5))
     sharded = FSDP(model)
     loss = sharded(torch.ones(2, 5)).sum()
@@ -607,7 +609,7 @@ def backward_of_stored_tensor():
 
 
 def test_a_backward_that_reads_a_freed_parameter_raises():
-    assert all(run_on_shared_ranks(backward_of_stored_tensor, 2))
+    assert all(run_on_shared_ranks(differentiate_stored_tensor, 2))
 
 
 class Reentrant(nn.Module):
@@ -666,12 +668,12 @@ class RunThrice(nn.Module):
 
 
 def reduce_a_unit_twice_in_one_backward():
-    build = partial(_seeded, RunThrice)
-    model, ours, twin, theirs = pair(build=build, name="SGD", shard=(UsedInPart,))
+    build = partial(_build_seeded, RunThrice)
+    model, ours, twin, theirs = build_pair(build=build, name="SGD", shard=(UsedInPart,))
     rank, world = dist.get_rank(), dist.get_world_size()
-    model(batch(0, rank), rank).square().mean().backward()
+    model(draw_batch(0, rank), rank).square().mean().backward()
     for other in range(world):
-        (twin(batch(0, other), other).square().mean() / world).backward()
+        (twin(draw_batch(0, other), other).square().mean() / world).backward()
     ours.step()
     theirs.step()
     return assert_alike(model, twin)
@@ -681,9 +683,9 @@ def test_averages_of_a_parameter_that_only_another_rank_uses_are_summed():
     assert all(run_on_shared_ranks(reduce_a_unit_twice_in_one_backward, 2))
 
 
-def checkpoint_reentrantly(name):
+def train_with_reentrant_checkpoints(name):
     for arguments, options in PROGRAMS[name]:
-        trained = pair(build=lambda a=arguments: _seeded(Reentrant, *a), **options)
+        trained = build_pair(build=lambda a=arguments: _build_seeded(Reentrant, *a), **options)
         assert train(*trained, lambda m, x: m(x).square().mean(), steps=2, clip=0.5)
         assert all(unit.unsharded_bytes == 0 for unit in trained[0].units)
     return True
@@ -691,20 +693,20 @@ def checkpoint_reentrantly(name):
 
 @pytest.mark.parametrize("name", ["some", pytest.param("all", marks=pytest.mark.exhaustive)])
 def test_reentrant_checkpoints_train_as_in_one_process(name):
-    assert all(run_on_shared_ranks(checkpoint_reentrantly, 2, name))
+    assert all(run_on_shared_ranks(train_with_reentrant_checkpoints, 2, name))
 
 
-def checkpoint_reentrantly_at_stages_1_and_2():
+def train_with_reentrant_checkpoints_at_stages_1_and_2():
     for stage, arguments in ((1, (False,)), (2, (False,)), (2, (True,)), (2, (False, True))):
-        trained = pair(stage, build=lambda a=arguments: _seeded(Reentrant, *a))
-        assert train(*trained, mean_square)
+        trained = build_pair(stage, build=lambda a=arguments: _build_seeded(Reentrant, *a))
+        assert train(*trained, compute_mean_square)
         model, ours, twin, theirs = trained
         # Only the optimizer knows the parts of a gradient that it has not averaged yet.
-        mean_square(model, batch(9, dist.get_rank())).backward()
+        compute_mean_square(model, draw_batch(9, dist.get_rank())).backward()
         ours.clip_grad_norm_(0.1)
         ours.step()
         for rank in range(dist.get_world_size()):
-            (mean_square(twin, batch(9, rank)) / dist.get_world_size()).backward()
+            (compute_mean_square(twin, draw_batch(9, rank)) / dist.get_world_size()).backward()
         nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
         theirs.step()
         assert_alike(model, twin)
@@ -713,7 +715,7 @@ def checkpoint_reentrantly_at_stages_1_and_2():
 
 def test_gradients_in_parts_are_summed_at_stages_1_and_2():
     # Two checkpoints compute parts of one gradient; the second part was lost.
-    assert all(run_on_shared_ranks(checkpoint_reentrantly_at_stages_1_and_2, 2))
+    assert all(run_on_shared_ranks(train_with_reentrant_checkpoints_at_stages_1_and_2, 2))
 
 
 class OneOfTwo(nn.Module):
@@ -729,17 +731,17 @@ class OneOfTwo(nn.Module):
 
 
 def clip_after_local_backward(stage):
-    model, ours, twin, theirs = pair(stage, build=lambda: _seeded(OneOfTwo))
+    model, ours, twin, theirs = build_pair(stage, build=lambda: _build_seeded(OneOfTwo))
     rank, world = dist.get_rank(), dist.get_world_size()
     for step in range(3):
         with ours.no_sync():
-            model(batch(step, rank), rank).square().mean().backward()
+            model(draw_batch(step, rank), rank).square().mean().backward()
         ours.clip_grad_norm_(0.1)
         ours.step()
         # The module's `zero_grad` sets `.grad` of this model's parameters to None.
         (model if step else ours).zero_grad()
         for other in range(world):
-            (twin(batch(step, other), other).square().mean() / world).backward()
+            (twin(draw_batch(step, other), other).square().mean() / world).backward()
         nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
         theirs.step()
         theirs.zero_grad()

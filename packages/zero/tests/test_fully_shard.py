@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import zero
 from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDPModule, fully_shard, load_checkpoint, save_checkpoint
-from zero_training import batch
+from zero_training import draw_batch
 
 
 class Block(nn.Sequential):
@@ -72,7 +72,7 @@ def train(shard, model, change=None, accumulate=1, steps=2, **options):
             is_last = micro + 1 == accumulate
             model.set_requires_gradient_sync(is_last)
             model.set_is_last_backward(is_last)
-            inputs = batch(10 * number + micro, dist.get_rank())
+            inputs = draw_batch(10 * number + micro, dist.get_rank())
             model(inputs.to(next(model.parameters()).dtype)).square().mean().backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -125,7 +125,7 @@ def mix_precision():
             for block in (model[1], model[2]):
                 shard(block, mp_policy=of_blocks)
             shard(model, mp_policy=of_root)
-            output = model(batch(0, dist.get_rank()).float())
+            output = model(draw_batch(0, dist.get_rank()).float())
             output.float().square().mean().backward()
             gradients = [p.grad.full_tensor() for p in model.parameters()]
             outputs.append((output.detach(), *gradients))
@@ -170,7 +170,7 @@ def synchronize_some():
         shard(model)
         for micro in range(2):
             model[1].set_requires_gradient_sync(micro == 1)
-            model(batch(micro, dist.get_rank())).square().mean().backward()
+            model(draw_batch(micro, dist.get_rank())).square().mean().backward()
         results.append([p.grad.full_tensor() for p in model.parameters()])
     for actual, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(actual, expected)
@@ -206,17 +206,17 @@ def use_methods():
         else:
             # A forward pass frees the parameters too.
             with torch.no_grad():
-                model(batch(0, 0))
+                model(draw_batch(0, 0))
         assert model[1][0].weight.shape.numel() < 25
     # Gathered parameters are gathered again if the optimizer changes them.
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-    model(batch(0, 0)).sum().backward()
+    model(draw_batch(0, 0)).sum().backward()
     handle = model.unshard(async_op=True)
     optimizer.step()
     handle.wait()
-    outputs = model(batch(0, 0))
-    assert torch.equal(outputs, model(batch(0, 0)))
+    outputs = model(draw_batch(0, 0))
+    assert torch.equal(outputs, model(draw_batch(0, 0)))
     # The constructor of a linear layer has required arguments.
     for module in (model, nn.Sequential(fully_shard(nn.Linear(2, 2)))):
         with pytest.raises(AssertionError, match=r"copy it before calling fully_shard, then load"):

@@ -531,7 +531,7 @@ def draw_evaluation(seed, step):
 REFUSALS = ("after the backward pass on some ranks",)
 
 
-def programs(numbers, folder, with_families):
+def run_programs(numbers, folder, with_families):
     # Each new ShardedOptimizer collects garbage, which would visit all objects of torch.
     gc.freeze()
     refused, failures = 0, []
@@ -559,7 +559,7 @@ def programs(numbers, folder, with_families):
 
 def test_random_programs_equal_one_process(tmp_path):
     # An import of transformers on each rank takes longer than all other programs.
-    for refused in run_ranks(programs, WORLD, SAMPLE, str(tmp_path), False, timeout=600):
+    for refused in run_ranks(run_programs, WORLD, SAMPLE, str(tmp_path), False, timeout=600):
         assert refused <= len(SAMPLE) // 4
 
 
@@ -569,5 +569,5 @@ def test_random_programs_equal_one_process(tmp_path):
 def test_every_random_program_equals_one_process(tmp_path, first):
     pytest.importorskip("transformers", reason="models of transformers")
     numbers = range(first, first + AT_ONCE)
-    for refused in run_ranks(programs, WORLD, numbers, str(tmp_path), True, timeout=7200):
+    for refused in run_ranks(run_programs, WORLD, numbers, str(tmp_path), True, timeout=7200):
         assert refused <= AT_ONCE // 4

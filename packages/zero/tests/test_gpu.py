@@ -15,7 +15,7 @@ pytestmark = [
 WIDTH, VOCABULARY = 256, 512
 
 
-def on_gpus(function, *args):
+def run_on_gpus(function, *args):
     return run_ranks(
         function, min(2, torch.cuda.device_count()), *args, backend="nccl", timeout=300
     )
@@ -41,52 +41,54 @@ def build(stage, group=None, dtype=None, optimizer_cls=torch.optim.AdamW, **opti
     return model, ShardedOptimizer(model.parameters(), optimizer_cls, **options)
 
 
-def loss_of(model, step, rank):
+def compute_loss(model, step, rank):
     generator = torch.Generator().manual_seed(100 * step + rank)
     tokens = torch.randint(VOCABULARY, (64,), generator=generator).cuda()
     return F.cross_entropy(model(tokens).float(), tokens)
 
 
-def whole(model):
+def gather_parameters(model):
     if isinstance(model, FSDP):
         return model.gather_full_params()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def against_one_process(stage, dtype, folder):
+def compare_with_one_process(stage, dtype, folder):
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank)
     # The steps of SGD depend on the scale of the gradients, unlike those of Adam.
     options = {"optimizer_cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
     (model, optimizer), (twin, theirs) = build(stage, dtype=dtype, **options), build(0, **options)
-    start = whole(twin)
+    start = gather_parameters(twin)
     for step in range(4):
         optimizer.zero_grad()
-        loss_of(model, step, rank).backward()
+        compute_loss(model, step, rank).backward()
         optimizer.step()
         theirs.zero_grad()
         for other in range(world):
-            (loss_of(twin, step, other) / world).backward()
+            (compute_loss(twin, step, other) / world).backward()
         theirs.step()
-    ours = whole(model)
-    for name, value in whole(twin).items():
+    ours = gather_parameters(model)
+    for name, value in gather_parameters(twin).items():
         error = (ours[name] - value).norm() / (value - start[name]).norm()
         # On a CPU, bfloat16 changes these weights by about 1 % of the training.
         assert error < (1e-3 if dtype is None else 0.05), name
     save_checkpoint(folder, model, optimizer, extra={"step": 4})
-    saved = whole(model)
+    saved = gather_parameters(model)
     resumed, its = build(stage, dtype=dtype, **options)
     assert load_checkpoint(folder, resumed, its) == {"step": 4}
-    assert all(torch.equal(value, saved[name]) for name, value in whole(resumed).items())
+    assert all(
+        torch.equal(value, saved[name]) for name, value in gather_parameters(resumed).items()
+    )
     return True
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(1, None), (2, None), (3, None), (3, torch.bfloat16)])
 def test_stages_on_nccl_equal_one_process_and_resume(tmp_path, stage, dtype):
-    assert all(on_gpus(against_one_process, stage, dtype, str(tmp_path / "checkpoint")))
+    assert all(run_on_gpus(compare_with_one_process, stage, dtype, str(tmp_path / "checkpoint")))
 
 
-def peaks(stage):
+def measure_peaks(stage):
     torch.cuda.set_device(dist.get_rank())
 
     def loss(model):
@@ -99,5 +101,5 @@ def peaks(stage):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_allocators_peak_is_within_five_percent_of_the_predicted(stage):
-    for predicted, measured in on_gpus(peaks, stage):
+    for predicted, measured in run_on_gpus(measure_peaks, stage):
         assert measured == pytest.approx(predicted, rel=0.05)

@@ -33,7 +33,7 @@ def make_model():
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3)).double()
 
 
-def pair(stage, optimizer_cls=torch.optim.AdamW, **options):
+def build_pair(stage, optimizer_cls=torch.optim.AdamW, **options):
     """Return a sharded model and optimizer, and those of one process."""
     options = {"lr": 0.1, **options}
     model, twin = make_model(), make_model()
@@ -51,18 +51,18 @@ def pair(stage, optimizer_cls=torch.optim.AdamW, **options):
     return model, ours, twin, theirs
 
 
-def loss_of(model, step, rank):
+def compute_loss(model, step, rank):
     generator = torch.Generator().manual_seed(100 * step + rank)
     inputs = torch.randn(4, 5, generator=generator, dtype=torch.float64)
     return model(inputs).square().mean()
 
 
-def backward(model, twin, step, scale=1.0):
+def run_both_backward_passes(model, twin, step, scale=1.0):
     """Run backward on this rank's part of the batch, and in one process on all parts of it."""
-    (scale * loss_of(model, step, dist.get_rank())).backward()
+    (scale * compute_loss(model, step, dist.get_rank())).backward()
     world = dist.get_world_size()
     for rank in range(world):
-        (scale * loss_of(twin, step, rank) / world).backward()
+        (scale * compute_loss(twin, step, rank) / world).backward()
 
 
 def multiply_data(parameters):
@@ -110,7 +110,7 @@ def clip_as_forums_do(parameters):
         parameter.grad.data.mul_(0.1 / (norm + 1e-6))
 
 
-def sign(parameters):
+def take_signs(parameters):
     for parameter in parameters:
         parameter.grad = parameter.grad.sign() * parameter.grad.abs().sqrt().mean()
 
@@ -135,7 +135,7 @@ EDITS = {
     "copies": clip_copies,
     "new": clip_new_ones,
     "forums": clip_as_forums_do,
-    "sign": sign,
+    "sign": take_signs,
     "drop": drop_some,
     "data": multiply_data,
     "assigned data": assign_data,
@@ -161,9 +161,9 @@ EDITS = {
 
 def edit(stage):
     """Change gradients between backward and step by each function of EDITS."""
-    model, ours, twin, theirs = pair(stage)
+    model, ours, twin, theirs = build_pair(stage)
     for step, (name, change) in enumerate(EDITS.items()):
-        backward(model, twin, step)
+        run_both_backward_passes(model, twin, step)
         for module, optimizer in ((model, ours), (twin, theirs)):
             change(list(module.parameters()))
             optimizer.step()
@@ -184,7 +184,7 @@ def test_gradients_changed_by_any_means_step_as_in_one_process(world, stage):
     assert all(run_on_shared_ranks(edit, world, stage))
 
 
-def weight_norms(parameters):
+def scale_by_weight_norms(parameters):
     for parameter in parameters:
         norm, average = parameter.detach().norm(), parameter.detach().mean()
         parameter.grad.mul_((norm / (1 + parameter.grad.norm())).clamp(max=1.5) + average)
@@ -201,14 +201,14 @@ def assign(parameters):
         parameter.data = parameter.data * 0.9
 
 
-def penalties(parameters):
+def compute_penalties(parameters):
     total = sum(p.norm() + p.abs().mean() + (1 + p.pow(2).sum()).sqrt() for p in parameters)
     total = total + sum(torch._foreach_norm(parameters, 3))
     return 0.1 * (total + sum(p.exp().amax() for p in parameters))
 
 
 PARAMETER_READS = {
-    "norms": (weight_norms, None),
+    "norms": (scale_by_weight_norms, None),
     "rescale": (None, rescale),
     "data": (None, assign),
 }
@@ -216,13 +216,13 @@ PARAMETER_READS = {
 
 def read_parameters():
     """Read parameters between steps and in the loss, where norms include all elements."""
-    model, ours, twin, theirs = pair(3)
+    model, ours, twin, theirs = build_pair(3)
     reads = {**PARAMETER_READS, "loss": (None, None)}
     for step, (name, (before, after)) in enumerate(reads.items()):
-        backward(model, twin, step)
+        run_both_backward_passes(model, twin, step)
         if name == "loss":
             for module in (model, twin):
-                penalties(list(module.parameters())).backward()
+                compute_penalties(list(module.parameters())).backward()
         for module, optimizer in ((model, ours), (twin, theirs)):
             if before is not None:
                 before(list(module.parameters()))
@@ -241,8 +241,8 @@ def penalize_by_batch():
     ours, theirs = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, twin))
 
     def loss(module, step, rank):
-        data_loss = loss_of(module, step, rank)
-        return data_loss + (1 + rank) * penalties(list(module.parameters()))
+        data_loss = compute_loss(module, step, rank)
+        return data_loss + (1 + rank) * compute_penalties(list(module.parameters()))
 
     world = dist.get_world_size()
     for step in range(2):
@@ -267,7 +267,7 @@ def test_parameters_read_outside_forward_count_all_elements():
 
 
 def read_whole_shapes():
-    model, _, twin, _ = pair(3)
+    model, _, twin, _ = build_pair(3)
     weight, whole = next(iter(model.parameters())), next(iter(twin.parameters()))
     refused = {
         "product": lambda p: p.t() @ p,
@@ -293,10 +293,10 @@ def test_reads_of_parameters_that_need_other_ranks_elements_are_refused_or_gathe
     assert all(run_on_shared_ranks(read_whole_shapes, 2))
 
 
-def norms(stage):
-    model, ours, twin, _ = pair(stage)
+def compute_norms(stage):
+    model, ours, twin, _ = build_pair(stage)
     assert ours.param_groups
-    backward(model, twin, 0)
+    run_both_backward_passes(model, twin, 0)
     for order in (2.0, 1.0, float("inf"), 3.0):
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type=order)
         expected = nn.utils.clip_grad_norm_(twin.parameters(), 1e9, norm_type=order)
@@ -343,21 +343,21 @@ def norms(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_norms_and_sums_of_gradients_are_over_all_ranks(stage):
-    assert all(run_on_shared_ranks(norms, 3, stage))
+    assert all(run_on_shared_ranks(compute_norms, 3, stage))
 
 
 def change_before_backward(stage):
     """Change parameters whose earlier values a graph has saved; one process refuses this too."""
     folder = case_folder()
-    model, ours, twin, theirs = pair(stage)
+    model, ours, twin, theirs = build_pair(stage)
     save_checkpoint(folder, model, ours)
     refuse_backward_after_changes(twin, theirs, folder)
     refuse_backward_after_changes(model, ours, folder)
     # The graph may need a parameter that was not stepped.
     some = torch.optim.SGD([p for n, p in model.named_parameters() if n.endswith("3.bias")], lr=1)
     if stage == 3:
-        loss = loss_of(model, 0, 0)
-        loss_of(model, 1, 0).backward()
+        loss = compute_loss(model, 0, 0)
+        compute_loss(model, 1, 0).backward()
         some.step()
         loss.backward()
     return True
@@ -368,13 +368,13 @@ def refuse_backward_after_changes(model, optimizer, folder):
     state = {k: v.clone() for k, v in make_model().state_dict().items()}
 
     def step():
-        loss_of(model, 1, 0).backward()
+        compute_loss(model, 1, 0).backward()
         optimizer.step()
         optimizer.zero_grad()
 
     changes = [step, lambda: module.load_state_dict(state), lambda: load_checkpoint(folder, model)]
     for change in changes:
-        loss = loss_of(model, 0, dist.get_rank())
+        loss = compute_loss(model, 0, dist.get_rank())
         change()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
@@ -398,7 +398,7 @@ def clip_over_two_groups(stage):
         for module, group in ((whole, None), (inner, part)):
             options = {"lr": 0.1, "group": group, "shard_gradients": True}
             optimizers.append(ShardedOptimizer(module.parameters(), torch.optim.SGD, **options))
-    (loss_of(whole, 0, dist.get_rank()) + loss_of(inner, 1, dist.get_rank())).backward()
+    (compute_loss(whole, 0, dist.get_rank()) + compute_loss(inner, 1, dist.get_rank())).backward()
     parameters = [*inner.parameters(), *whole.parameters()]
     norms = [torch.linalg.vector_norm(p.grad.full_tensor()) for p in parameters]
     total = nn.utils.clip_grad_norm_(parameters, 1e9, foreach=False)
@@ -421,21 +421,21 @@ def test_gradients_of_several_groups_are_clipped_one_by_one(stage):
 SCALERS = {"GradScaler": torch.amp.GradScaler, "ShardedGradScaler": ShardedGradScaler}
 
 
-def scale(stage, name):
+def train_with_scaler(stage, name):
     """Train with a loss scaler; one step is skipped because rank 1 overflows."""
-    model, ours, twin, theirs = pair(stage, torch.optim.SGD, lr=0.2, momentum=0.9)
+    model, ours, twin, theirs = build_pair(stage, torch.optim.SGD, lr=0.2, momentum=0.9)
     options = {"init_scale": 1024.0, "growth_interval": 2}
     scaler = SCALERS[name]("cpu", **options)
     reference = torch.amp.GradScaler("cpu", **options)
     for step in range(6):
         bad = step == 2
-        loss = loss_of(model, step, dist.get_rank())
+        loss = compute_loss(model, step, dist.get_rank())
         if bad and dist.get_rank() == 1:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
         world = dist.get_world_size()
         for rank in range(world):
-            loss = loss_of(twin, step, rank) / world
+            loss = compute_loss(twin, step, rank) / world
             reference.scale(loss * float("inf") if bad and rank == 1 else loss).backward()
         for s, optimizer, module in ((scaler, ours, model), (reference, theirs, twin)):
             if step % 2:
@@ -453,23 +453,23 @@ def scale(stage, name):
     "name", ["GradScaler", pytest.param("ShardedGradScaler", marks=pytest.mark.exhaustive)]
 )
 def test_loss_scalers_of_torch_step_and_skip_as_in_one_process(stage, name):
-    assert all(run_on_shared_ranks(scale, 2, stage, name))
+    assert all(run_on_shared_ranks(train_with_scaler, 2, stage, name))
 
 
 def give_up(stage):
     """Clear the gradients of a backward pass under no_sync(), and keep those of another pass."""
-    model, ours, twin, theirs = pair(stage, torch.optim.SGD)
+    model, ours, twin, theirs = build_pair(stage, torch.optim.SGD)
     holder = model if stage == 3 else ours
     for step in range(4):
         for is_kept in (False, True):
             with holder.no_sync():
-                loss_of(model, 10 * step, dist.get_rank()).backward()
+                compute_loss(model, 10 * step, dist.get_rank()).backward()
             for rank in range(dist.get_world_size()):
-                (loss_of(twin, 10 * step, rank) / dist.get_world_size()).backward()
+                (compute_loss(twin, 10 * step, rank) / dist.get_world_size()).backward()
             if not is_kept:
                 for holder_of_grads in (model, twin) if step % 2 else (ours, theirs):
                     holder_of_grads.zero_grad()
-        backward(model, twin, step)
+        run_both_backward_passes(model, twin, step)
         for optimizer in (ours, theirs):
             optimizer.step()
         assert_alike(model, twin)
@@ -483,9 +483,9 @@ def test_gradients_of_an_abandoned_step_are_discarded(stage):
 
 def drop(stage):
     """Skip a batch by `model.zero_grad()`, and accumulate another one."""
-    model, ours, twin, theirs = pair(stage, torch.optim.SGD)
+    model, ours, twin, theirs = build_pair(stage, torch.optim.SGD)
     for step in range(5):
-        backward(model, twin, step)
+        run_both_backward_passes(model, twin, step)
         for module, optimizer in ((model, ours), (twin, theirs)):
             if step == 1:
                 module.zero_grad()
@@ -498,7 +498,7 @@ def drop(stage):
             module.zero_grad()
     assert_alike(model, twin)
     if stage < 3:
-        backward(model, twin, 5)
+        run_both_backward_passes(model, twin, 5)
         if dist.get_rank() == 1:
             model[0].bias.grad = None
         message = r"parameter 1, of shape \(7,\), had its gradient cleared .* on some ranks only"
@@ -519,16 +519,16 @@ def test_cleared_gradients_are_discarded_and_others_accumulate(stage):
 def accumulate(stage):
     """Run backward passes with and without no_sync in every order, and edit the last gradients."""
     for synced in ((True, True), (False, True), (True, False, True), (False, False)):
-        model, ours, twin, theirs = pair(stage, torch.optim.SGD)
+        model, ours, twin, theirs = build_pair(stage, torch.optim.SGD)
         for step in range(2):
             for number, sync in enumerate(synced):
                 holder = model if stage == 3 else ours
                 with nullcontext() if sync else holder.no_sync():
-                    loss = loss_of(model, 10 * step + number, dist.get_rank())
+                    loss = compute_loss(model, 10 * step + number, dist.get_rank())
                     # With a graph of the backward pass, gradients are enabled in its hooks.
                     loss.backward(create_graph=number == 0 and stage < 3)
                 for rank in range(dist.get_world_size()):
-                    loss = loss_of(twin, 10 * step + number, rank)
+                    loss = compute_loss(twin, 10 * step + number, rank)
                     (loss / dist.get_world_size()).backward()
             if synced[-1]:
                 multiply(model.parameters())
@@ -558,9 +558,9 @@ def double_gradient(parameter):
     parameter.grad.mul_(2.0)
 
 
-def hook_shards():
+def register_shard_hooks():
     """Register linear hooks before and after a step, which act as in one process."""
-    model, ours, twin, theirs = pair(3, torch.optim.SGD)
+    model, ours, twin, theirs = build_pair(3, torch.optim.SGD)
     seen = []
     for step in range(3):
         if step == 1:
@@ -568,7 +568,7 @@ def hook_shards():
                 for parameter in module.parameters():
                     parameter.register_post_accumulate_grad_hook(double_gradient)
                     parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p))
-        backward_once(model, twin, step)
+        run_backward_once(model, twin, step)
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
@@ -576,18 +576,18 @@ def hook_shards():
     return assert_alike(model, twin)
 
 
-def backward_once(model, twin, step):
+def run_backward_once(model, twin, step):
     """Run one backward pass of all parts of a batch, so that hooks run as often as on one rank."""
-    loss_of(model, step, dist.get_rank()).backward()
+    compute_loss(model, step, dist.get_rank()).backward()
     world = dist.get_world_size()
-    sum(loss_of(twin, step, rank) / world for rank in range(world)).backward()
+    sum(compute_loss(twin, step, rank) / world for rank in range(world)).backward()
 
 
 def test_post_accumulate_hooks_of_shards_run_whenever_they_were_registered():
-    assert all(run_on_shared_ranks(hook_shards, 2))
+    assert all(run_on_shared_ranks(register_shard_hooks, 2))
 
 
-def hook_parameters(stage):
+def register_parameter_hooks(stage):
     """Register hooks before the optimizer is constructed, and one that reads `.grad` after it."""
     model, twin = make_model(), make_model()
     for module in (model, twin):
@@ -596,36 +596,36 @@ def hook_parameters(stage):
     ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1)
     theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
     for step in range(2):
-        backward_once(model, twin, step)
+        run_backward_once(model, twin, step)
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
     assert_alike(model, twin)
     model[0].weight.register_post_accumulate_grad_hook(double_gradient)
     with pytest.raises(RuntimeError, match="a hook that is registered before the optimizer is"):
-        loss_of(model, 2, dist.get_rank()).backward()
+        compute_loss(model, 2, dist.get_rank()).backward()
     return True
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_hooks_from_before_the_optimizer_run_and_later_reads_are_refused(stage):
-    assert all(run_on_shared_ranks(hook_parameters, 2, stage))
+    assert all(run_on_shared_ranks(register_parameter_hooks, 2, stage))
 
 
 def give_other_memory(stage):
-    model, ours, twin, theirs = pair(stage)
+    model, ours, twin, theirs = build_pair(stage)
     for step in range(4):
         if step in (1, 3):
             for module in (model, twin):
                 for parameter in module.parameters():
                     parameter.data = parameter.data.clone()
                     parameter.data.mul_(0.5)
-        backward(model, twin, step)
+        run_both_backward_passes(model, twin, step)
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
         # A change between forward passes that version counters do not show.
-        loss_of(model, step, 0)
+        compute_loss(model, step, 0)
         for module in (model, twin):
             for parameter in module.parameters():
                 parameter.data.mul_(1.5)
@@ -673,7 +673,7 @@ def test_exchanged_and_transposed_data_are_trained(stage):
 
 def exchange_for_averages(stage):
     """Evaluate with averages of the parameters, which are exchanged by their `.data`."""
-    model, ours, twin, theirs = pair(stage)
+    model, ours, twin, theirs = build_pair(stage)
     modules = model, twin
     averages = [[p.detach().clone() for p in module.parameters()] for module in modules]
 
@@ -683,7 +683,7 @@ def exchange_for_averages(stage):
                 values[index], parameter.data = parameter.data, values[index]
 
     for step in range(3):
-        backward(model, twin, step)
+        run_both_backward_passes(model, twin, step)
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
@@ -693,7 +693,7 @@ def exchange_for_averages(stage):
                     average.mul_(0.9).add_(parameter, alpha=0.1)
         exchange()
         with torch.inference_mode():
-            torch.testing.assert_close(*[loss_of(module, step, 0) for module in modules])
+            torch.testing.assert_close(*[compute_loss(module, step, 0) for module in modules])
         exchange()
     return assert_alike(model, twin)
 
@@ -712,11 +712,11 @@ def change_data(stage):
         r"\) torch\.float64 on cpu, got \(1,.*\) torch\.float64 on cpu": lambda values: values[:1],
     }
     for message, change in changes.items():
-        model, ours, _, _ = pair(stage)
+        model, ours, _, _ = build_pair(stage)
         for parameter in model.parameters():
             parameter.data = change(as_plain_shard(parameter))
         with pytest.raises(RuntimeError, match="expected .*" + message):
-            loss_of(model, 0, 0) if stage == 3 else ours.step()
+            compute_loss(model, 0, 0) if stage == 3 else ours.step()
     return True
 
 
@@ -725,7 +725,7 @@ def test_a_dtype_changed_after_wrapping_is_refused(stage):
     assert all(run_on_shared_ranks(change_data, 2, stage))
 
 
-def conjugate(stage):
+def replace_data_by_conjugate(stage):
     """Replace data by its conjugate, which has the same memory, shape and strides."""
     model = nn.Linear(3, 2, dtype=torch.complex64)
     twin = copy.deepcopy(model)
@@ -747,7 +747,7 @@ def conjugate(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_conjugated_data_are_copied_into_the_shards(stage):
-    assert all(run_on_shared_ranks(conjugate, 1, stage))
+    assert all(run_on_shared_ranks(replace_data_by_conjugate, 1, stage))
 
 
 def freeze(stage):
@@ -772,8 +772,8 @@ def freeze(stage):
             module[3].bias.requires_grad_(step > 1)
             module[0].requires_grad_(step != 3)
             module[2].requires_grad_(step != 2)
-        loss_of(model, step, dist.get_rank()).backward()
-        sum(loss_of(twin, step, rank) / world for rank in range(world)).backward()
+        compute_loss(model, step, dist.get_rank()).backward()
+        sum(compute_loss(twin, step, rank) / world for rank in range(world)).backward()
         for module, optimizer in ((model, ours), (twin, theirs)):
             nn.utils.clip_grad_norm_(module.parameters(), 0.01)
             optimizer.step()
@@ -794,9 +794,9 @@ def refuse_copies():
             copy.deepcopy(what)
     with pytest.raises(TypeError, match="save_checkpoint"):
         torch.save(model, "/dev/null")
-    averaged, _optimizer, *_ = pair(2)
+    averaged, _optimizer, *_ = build_pair(2)
     model(torch.ones(1, 3)).sum().backward()
-    loss_of(averaged, 0, 0).backward()
+    compute_loss(averaged, 0, 0).backward()
     for module in (model, averaged):
         parameter = next(module.parameters())
         copied = copy.deepcopy(parameter.grad)
@@ -915,9 +915,9 @@ def change_gradients_in_hooks():
         ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
         theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
         for step in range(2):
-            loss_of(model, step, dist.get_rank()).backward()
+            compute_loss(model, step, dist.get_rank()).backward()
             # A single backward pass, so that the hooks run as often as on one rank.
-            (sum(loss_of(twin, step, rank) for rank in range(2)) / 2).backward()
+            (sum(compute_loss(twin, step, rank) for rank in range(2)) / 2).backward()
         ours.step()
         theirs.step()
         assert_alike(model, twin)
@@ -959,24 +959,24 @@ def penalize_by_averages(stage):
     """Compute losses from averaged gradients, in each order in which autograd may add them."""
     rank = dist.get_rank()
     for order in ("loss", "penalty", "separate"):
-        model, ours, _, _ = pair(stage)
-        loss_of(model, 0, rank).backward()
+        model, ours, _, _ = build_pair(stage)
+        compute_loss(model, 0, rank).backward()
         weights = [parameter.grad.detach().clone() ** 2 for parameter in model.parameters()]
         ours.zero_grad()
         penalty = 0.0
-        loss = loss_of(model, 1, rank) if order != "penalty" else 0.0
+        loss = compute_loss(model, 1, rank) if order != "penalty" else 0.0
         for weight, parameter in zip(weights, model.parameters(), strict=True):
             penalty = penalty + (weight * (parameter - 1).square()).sum()
         if order == "penalty":
-            loss = loss_of(model, 1, rank)
+            loss = compute_loss(model, 1, rank)
         with pytest.raises(RuntimeError, match="no averaged gradient in a backward pass"):
             (penalty if order == "separate" else loss + (rank + 1) * penalty).backward()
-    model, ours, _, _ = pair(stage)
-    loss_of(model, 0, rank).backward()
+    model, ours, _, _ = build_pair(stage)
+    compute_loss(model, 0, rank).backward()
     for parameter in model.parameters():
         parameter.grad = 2 * parameter.grad
     with ours.no_sync():
-        loss_of(model, 1, rank).backward()
+        compute_loss(model, 1, rank).backward()
     with pytest.raises(RuntimeError, match="includes a local gradient"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     return True
@@ -990,8 +990,8 @@ def test_losses_of_averages_and_norms_of_local_gradients_are_refused(stage):
 def misuse_all():
     """Misuse the sharded parameters after a backward pass; return the message of each error."""
     messages = {}
-    model, ours, twin, _ = pair(3)
-    backward(model, twin, 0)
+    model, ours, twin, _ = build_pair(3)
+    run_both_backward_passes(model, twin, 0)
     for name, (act, _) in MISUSES.items():
         with pytest.raises(RuntimeError) as error:
             act(dict(model.module.named_parameters()), ours)
@@ -1057,7 +1057,7 @@ def test_operations_that_need_the_whole_gradient_raise():
             assert message in messages[name]
 
 
-def hook_steps(name):
+def register_step_hooks(name):
     """Clip in a hook before each step, and scale parameters by norms in hooks after it."""
 
     def clip(optimizer, args, kwargs):
@@ -1075,7 +1075,7 @@ def hook_steps(name):
         optimizer.register_step_pre_hook(clip)
         optimizer.register_step_post_hook(rescale_after)
     for step in range(2):
-        backward(model, twin, step)
+        run_both_backward_passes(model, twin, step)
         for optimizer in hooked:
             optimizer.step()
             optimizer.zero_grad()
@@ -1083,9 +1083,9 @@ def hook_steps(name):
     return assert_alike(model, twin)
 
 
-def hook_all_steps():
+def register_hooks_of_all_steps():
     """Decay the parameters in a hook after each step of any optimizer."""
-    model, ours, twin, theirs = pair(1, torch.optim.SGD)
+    model, ours, twin, theirs = build_pair(1, torch.optim.SGD)
     stepped = []
 
     def decay(optimizer, args, kwargs):
@@ -1096,7 +1096,7 @@ def hook_all_steps():
 
     handle = register_optimizer_step_post_hook(decay)
     for step in range(2):
-        backward(model, twin, step)
+        run_both_backward_passes(model, twin, step)
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
@@ -1106,26 +1106,26 @@ def hook_all_steps():
 
 
 def test_global_hooks_run_once_per_step_at_stage_1():
-    assert all(run_on_shared_ranks(hook_all_steps, 2))
+    assert all(run_on_shared_ranks(register_hooks_of_all_steps, 2))
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adafactor"])
 def test_hooks_of_a_step_see_whole_tensors_at_stage_3(name):
-    assert all(run_on_shared_ranks(hook_steps, 2, name))
+    assert all(run_on_shared_ranks(register_step_hooks, 2, name))
 
 
-def hook_tensors():
+def register_tensor_hooks():
     """Register hooks on shards, which get and may replace the average of each backward pass."""
-    model, ours, twin, theirs = pair(3, torch.optim.SGD)
+    model, ours, twin, theirs = build_pair(3, torch.optim.SGD)
     for layers in (model.module, twin):
         for parameter in (*layers[0].parameters(), *layers[3].parameters()):
             parameter.register_hook(lambda gradient: gradient * 0.5)
             parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     for step in range(2):
         # A single backward pass, so that the hooks run as often as on one rank.
-        loss_of(model, step, dist.get_rank()).backward()
+        compute_loss(model, step, dist.get_rank()).backward()
         world = dist.get_world_size()
-        sum(loss_of(twin, step, rank) / world for rank in range(world)).backward()
+        sum(compute_loss(twin, step, rank) / world for rank in range(world)).backward()
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
@@ -1133,4 +1133,4 @@ def hook_tensors():
 
 
 def test_hooks_on_shards_see_the_average():
-    assert all(run_on_shared_ranks(hook_tensors, 2))
+    assert all(run_on_shared_ranks(register_tensor_hooks, 2))

@@ -43,7 +43,7 @@ def assign_forward(embedding):
     return embedding
 
 
-def hook_forward(embedding, *, late=False):
+def add_forward_hook(embedding, *, late=False):
     def multiply(module, args, output):
         return output @ (module.weight.T @ module.weight)
 
@@ -51,7 +51,7 @@ def hook_forward(embedding, *, late=False):
     return embedding
 
 
-def parametrized(embedding):
+def parametrize_embedding(embedding):
     parametrize.register_parametrization(embedding, "weight", Scaled())
     return embedding
 
@@ -61,8 +61,8 @@ EMBEDDINGS = {
     "padded": lambda: nn.Embedding(6, 4, padding_idx=1, scale_grad_by_freq=True),
     "subclass": lambda: Cosine(6, 4),
     "assigned": lambda: assign_forward(nn.Embedding(6, 4)),
-    "hooked": lambda: hook_forward(nn.Embedding(6, 4)),
-    "parametrized": lambda: parametrized(nn.Embedding(6, 4)),
+    "hooked": lambda: add_forward_hook(nn.Embedding(6, 4)),
+    "parametrized": lambda: parametrize_embedding(nn.Embedding(6, 4)),
     "weight norm": lambda: parametrizations.weight_norm(nn.Embedding(6, 4)),
 }
 
@@ -81,7 +81,7 @@ def train_embeddings():
             model, twin = embed("plain" if late else kind), embed(kind)
             sharded = FSDP(model)
             if late:
-                {"assigned": assign_forward, "hooked": hook_forward}[kind](model[0])
+                {"assigned": assign_forward, "hooked": add_forward_hook}[kind](model[0])
             if late and kind == "hooked":
                 # This hook runs after FSDP's hook, which has freed the weight.
                 with pytest.raises(RuntimeError, match="is read while its module does not run"):
@@ -292,7 +292,7 @@ def test_a_write_is_reported_on_the_rank_that_writes():
     assert "rank 0: a forward or backward pass wrote to 0" in str(outcomes[0].error)
 
 
-def normalized(stage):
+def build_normalized(stage):
     torch.manual_seed(0)
     layers = [part for _ in range(4) for part in (nn.Linear(4, 4), nn.BatchNorm1d(4))]
     model = nn.Sequential(*layers)
@@ -345,9 +345,9 @@ def synchronize_buffers():
                         # In torch 2.11 only the graph of the latest forward is valid.
                         outputs = outputs[-1:]
                     sum(output.square().mean() for output in outputs).backward()
-        for name, expected in buffers_of(theirs).items():
+        for name, expected in get_buffers(theirs).items():
             for model in (sharded, stage_1):
-                torch.testing.assert_close(buffers_of(model)[name], expected)
+                torch.testing.assert_close(get_buffers(model)[name], expected)
         for their_optimizer in optimizers if mode != "accumulate" else ():
             their_optimizer.step()
             their_optimizer.zero_grad()
@@ -357,7 +357,7 @@ def synchronize_buffers():
     alone = FSDP(WithBuffers(), forward_sync_buffers=False)
     for _ in range(2):
         alone(x)
-    return buffers_of(alone)["layers.1.running_mean"]
+    return get_buffers(alone)["layers.1.running_mean"]
 
 
 def test_buffers_are_synchronized_before_a_forward_as_by_torchs_ddp():
@@ -365,7 +365,7 @@ def test_buffers_are_synchronized_before_a_forward_as_by_torchs_ddp():
     assert not torch.equal(*run_on_shared_ranks(synchronize_buffers, 2))
 
 
-def buffers_of(model):
+def get_buffers(model):
     return {name.removeprefix("module."): b.clone() for name, b in model.named_buffers()}
 
 
@@ -373,18 +373,18 @@ def save_buffers():
     folder = case_folder()
     rank = dist.get_rank()
     for stage in (1, 3):
-        model, optimizer = normalized(stage)
+        model, optimizer = build_normalized(stage)
         torch.manual_seed(1 + rank)
         for _ in range(3):
             with torch.no_grad():
                 model((rank + 1) * 3 * torch.randn(8, 4) + 5 * rank)
         every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, buffers_of(model))
+        dist.all_gather_object(every, get_buffers(model))
         assert not torch.equal(every[0]["1.running_mean"], every[1]["1.running_mean"])
         save_checkpoint(f"{folder}/checkpoint{stage}", model, optimizer)
-        other, resumed = normalized(stage)
+        other, resumed = build_normalized(stage)
         load_checkpoint(f"{folder}/checkpoint{stage}", other, resumed)
-        for name, buffer in buffers_of(other).items():
+        for name, buffer in get_buffers(other).items():
             assert torch.equal(buffer, every[0][name]), name
         save_unsynchronized_parameters(stage, f"{folder}/apart{stage}")
     return True

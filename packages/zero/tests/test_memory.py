@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from allocator import peak_bytes, peak_of_events
+from allocator import compute_peak, measure_peak_bytes
 from worker_pool import run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, memory_report, zero_stage_bytes
 from zero.bench import build
@@ -23,7 +23,7 @@ VOCABULARY = 512
 TOKENS = 96
 
 
-def exhaustive(*values):
+def mark_exhaustive(*values):
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
@@ -55,28 +55,35 @@ def make_build(stage, **options):
     return build
 
 
-def loss(model):
+def compute_loss(model):
     tokens = torch.zeros(TOKENS, dtype=torch.long)
     return F.cross_entropy(model(tokens), tokens)
 
 
-def allocator_and_report(stage):
-    peak = peak_bytes(*make_build(stage)(None), loss)
-    return peak, memory_report(make_build(stage), loss), dist.get_backend()
+def measure_peak_and_report(stage):
+    peak = measure_peak_bytes(*make_build(stage)(None), compute_loss)
+    return peak, memory_report(make_build(stage), compute_loss), dist.get_backend()
 
 
 @cache
-def peaks_and_reports(stage, world):
+def measure_peaks_and_reports(stage, world):
     """Return the allocator's peak, the report and the backend of each rank."""
-    return run_on_shared_ranks(allocator_and_report, world, stage)
+    return run_on_shared_ranks(measure_peak_and_report, world, stage)
 
 
-SIZES = [exhaustive(0, 1), exhaustive(1, 2), (2, 2), exhaustive(2, 3), (3, 2), exhaustive(3, 4)]
+SIZES = [
+    mark_exhaustive(0, 1),
+    mark_exhaustive(1, 2),
+    (2, 2),
+    mark_exhaustive(2, 3),
+    (3, 2),
+    mark_exhaustive(3, 4),
+]
 
 
 @pytest.mark.parametrize(("stage", "world"), SIZES)
 def test_the_measured_peak_is_within_one_percent_of_the_predicted(stage, world):
-    for _, result, backend in peaks_and_reports(stage, world):
+    for _, result, backend in measure_peaks_and_reports(stage, world):
         # The prediction assumes that a bucket is reduced until the next ones are full. A backend
         # that is faster than gloo has fewer buckets in memory.
         least = 0.99 if backend == "gloo" else 0.9
@@ -89,28 +96,28 @@ def test_the_measured_peak_is_within_one_percent_of_the_predicted(stage, world):
 
 @pytest.mark.parametrize(("stage", "world"), SIZES)
 def test_counted_bytes_equal_the_allocators(stage, world):
-    for allocated, result, _ in peaks_and_reports(stage, world):
+    for allocated, result, _ in measure_peaks_and_reports(stage, world):
         # The dispatch mode does not see allocations within an operator.
         assert result.measured_peak == pytest.approx(allocated, rel=0.01)
 
 
 def test_a_reused_address_counts_as_released():
-    assert peak_of_events([(1, 8), (2, 4), (1, -8), (3, 6), (3, -6), (2, -4)]) == 12
-    assert peak_of_events([(1, 8), (1, 8), (2, 1)]) == 9
+    assert compute_peak([(1, 8), (2, 4), (1, -8), (3, 6), (3, -6), (2, -4)]) == 12
+    assert compute_peak([(1, 8), (1, 8), (2, 1)]) == 9
     # A release of memory that was allocated before the record started.
-    assert peak_of_events([(7, -100), (1, 5)]) == 5
+    assert compute_peak([(7, -100), (1, 5)]) == 5
 
 
-def peaks_of_stage_1_and_torchs():
-    peaks = {"1": peak_bytes(*make_build(1)(None), loss)}
+def measure_peaks_of_stage_1_and_torch():
+    peaks = {"1": measure_peak_bytes(*make_build(1)(None), compute_loss)}
     for name in ("ddp", "ddp_zero_redundancy", "fsdp2_layers"):
-        peaks[name] = peak_bytes(*build(name, make_build(0)(None)[0]), loss)
+        peaks[name] = measure_peak_bytes(*build(name, make_build(0)(None)[0]), compute_loss)
     return peaks
 
 
 def test_each_stage_has_a_lower_peak_than_the_previous_and_than_torchs():
-    others = run_on_shared_ranks(peaks_of_stage_1_and_torchs, 2)
-    stages = [peaks_and_reports(stage, 2) for stage in (2, 3)]
+    others = run_on_shared_ranks(measure_peaks_of_stage_1_and_torch, 2)
+    stages = [measure_peaks_and_reports(stage, 2) for stage in (2, 3)]
     for peaks, (second, *_), (third, *_) in zip(others, *stages, strict=True):
         peaks |= {"2": second, "3": third}
         assert peaks["3"] < peaks["2"] < peaks["1"] < peaks["ddp"]
@@ -123,7 +130,7 @@ def test_each_stage_has_a_lower_peak_than_the_previous_and_than_torchs():
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_of_each_stage_equal_the_papers_formula(stage):
     world, parameters = 4, sum(p.numel() for p in make_build(0)(None)[0].parameters())
-    before = memory_report(make_build(stage), loss, world=world).predicted[2]
+    before = memory_report(make_build(stage), compute_loss, world=world).predicted[2]
     assert before.parameters == pytest.approx(
         parameters * 4 / (world if stage == 3 else 1), rel=0.01
     )
@@ -136,7 +143,7 @@ def test_bytes_of_each_stage_equal_the_papers_formula(stage):
 
 def test_each_rank_stores_the_gradients_of_its_whole_parameters():
     total = sum(p.nbytes for p in make_build(0)(None)[0].parameters())
-    report = memory_report(make_build(2, elementwise=False), loss, world=4)
+    report = memory_report(make_build(2, elementwise=False), compute_loss, world=4)
     # Rank 0 has three of the ten matrices, and no reduction is running after the step.
     assert report.predicted[3].gradients == pytest.approx(0.3 * total, rel=0.02)
 
@@ -165,13 +172,13 @@ def test_the_report_names_the_parameters_that_stay_whole():
     assert str(report).splitlines()[-1] == (
         "whole on every rank: 1.weight and 1 more, in ignored_params"
     )
-    assert not memory_report(make_build(3), loss, world=4).replicated
-    reasons = memory_report(make_build(2), loss, world=4).replicated
+    assert not memory_report(make_build(3), compute_loss, world=4).replicated
+    reasons = memory_report(make_build(2), compute_loss, world=4).replicated
     assert set(reasons.values()) == {"in no module that stage 3 shards"}
     assert reasons.keys() == {name for name, _ in make_build(0)(None)[0].named_parameters()}
 
 
-def parameter_bytes_while_running():
+def measure_parameter_bytes():
     model, _ = make_build(3)(None)
     largest = 0
 
@@ -185,7 +192,7 @@ def parameter_bytes_while_running():
         for parameter in unit.parameters:
             parameter.full.register_hook(measure)
     for _ in range(2):
-        loss(model).backward()
+        compute_loss(model).backward()
         for parameter in model.parameters():
             parameter.grad = None
     return largest, sum(unit.shard.nbytes for unit in model.units)
@@ -195,7 +202,7 @@ def test_stage_3_stores_its_shards_and_two_full_layers():
     model, _ = make_build(0)(None)
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     layers = [sum(p.numel() for p in linear.parameters()) for linear in linears]
-    for unsharded, sharded_bytes in run_on_shared_ranks(parameter_bytes_while_running, 2):
+    for unsharded, sharded_bytes in run_on_shared_ranks(measure_parameter_bytes, 2):
         total = 4 * sum(p.numel() for p in model.parameters())
         assert sharded_bytes == pytest.approx(total / 2, rel=0.001)
         assert max(layers) * 4 < unsharded <= 2 * max(layers) * 4

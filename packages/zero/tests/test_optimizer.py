@@ -26,7 +26,7 @@ from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.dtensors import iter_full_entries
 from zero.optimizer import optimizer_trial
 from zero.optimizer.optimizer_kinds import choose_split
-from zero_training import assert_alike, make, mean_square, pair, train
+from zero_training import assert_alike, build_pair, compute_mean_square, make, train
 
 ELEMENTWISE = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
@@ -58,7 +58,7 @@ def prepare_rank():
     optimizer_trial.STEPS = SHORT_TRIAL
 
 
-def exhaustive(*values):
+def mark_exhaustive(*values):
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
@@ -87,25 +87,27 @@ def make_model(bias=True):
     )
 
 
-def batch(step, rank):
+def draw_batch(step, rank):
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(4, 5, generator=generator), torch.randn(4, 3, generator=generator)
 
 
-def loss_of(model, step, rank):
-    inputs, targets = batch(step, rank)
+def compute_loss(model, step, rank):
+    inputs, targets = draw_batch(step, rank)
     return (model(inputs) - targets).square().mean()
 
 
 @cache
-def reference(name, world, steps, bias=True):
+def train_reference(name, world, steps, bias=True):
     """Sum all ranks' gradients in rank order, divide, and take the unsharded step."""
     model = make_model(bias)
     optimizer = getattr(torch.optim, name)(model.parameters(), **(ELEMENTWISE | WHOLE)[name])
     for step in range(steps):
         parts = []
         for rank in range(world):
-            parts.append(torch.autograd.grad(loss_of(model, step, rank), list(model.parameters())))
+            parts.append(
+                torch.autograd.grad(compute_loss(model, step, rank), list(model.parameters()))
+            )
         for parameter, *gradients in zip(model.parameters(), *parts, strict=True):
             total = gradients[0].clone()
             for gradient in gradients[1:]:
@@ -130,38 +132,38 @@ def train_sharded(stage, is_whole):
         )
         for step in range(2):
             optimizer.zero_grad()
-            loss_of(model, step, dist.get_rank()).backward()
+            compute_loss(model, step, dist.get_rank()).backward()
             optimizer.step()
         result[name] = [p.detach().clone() for p in model.parameters()]
     return result
 
 
 @cache
-def trained(world, stage, is_whole):
+def get_trained(world, stage, is_whole):
     return run_on_shared_ranks(train_sharded, world, stage, is_whole)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world", [exhaustive(1), exhaustive(2), 3, exhaustive(4)])
+@pytest.mark.parametrize("world", [mark_exhaustive(1), mark_exhaustive(2), 3, mark_exhaustive(4)])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_elementwise_optimizer_is_bit_equal_to_the_reference(name, world, stage):
-    expected = reference(name, world, 2)
-    for result in trained(world, stage, False):
+    expected = train_reference(name, world, 2)
+    for result in get_trained(world, stage, False):
         assert all(torch.equal(a, b) for a, b in zip(result[name], expected, strict=True))
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world", [exhaustive(1), exhaustive(2), 3, exhaustive(4)])
+@pytest.mark.parametrize("world", [mark_exhaustive(1), mark_exhaustive(2), 3, mark_exhaustive(4)])
 @pytest.mark.parametrize("name", WHOLE)
 def test_optimizers_of_whole_parameters_equal_the_reference(name, world, stage):
     # The owner sums in the collective's order, so results are not bit-equal above two ranks.
-    expected = reference(name, world, 2, bias=False)
-    for result in trained(world, stage, True):
+    expected = train_reference(name, world, 2, bias=False)
+    for result in get_trained(world, stage, True):
         for a, b in zip(result[name], expected, strict=True):
             torch.testing.assert_close(a, b)
 
 
-def gradients_while_running_backward():
+def measure_gradient_bytes():
     """Return the bytes of gradients when each becomes ready, and of all gradients."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
     optimizer = ShardedOptimizer(
@@ -191,14 +193,14 @@ def gradients_while_running_backward():
 
 
 def test_stage_2_frees_each_gradient_as_it_becomes_ready():
-    for freed, most, everything in run_on_shared_ranks(gradients_while_running_backward, 3):
+    for freed, most, everything in run_on_shared_ranks(measure_gradient_bytes, 3):
         assert freed
         # A rank stores its third of the average, at most two buckets in flight, the bucket that
         # is being filled, and the gradient that the hook receives.
         assert most <= everything / 3 + 3 * everything / 12 * 4 / 3 + everything / 12
 
 
-def chosen_splits():
+def count_split_elements():
     """Return the number of elements on this rank, for known and for declared classes."""
     sizes = []
     for cls, elementwise in ((torch.optim.SGD, None), (torch.optim.SGD, False), (Signs, True)):
@@ -210,13 +212,13 @@ def chosen_splits():
 
 
 def test_the_caller_can_choose_the_split():
-    sizes = run_on_shared_ranks(chosen_splits, 2)
+    sizes = run_on_shared_ranks(count_split_elements, 2)
     assert [(known, declared) for known, _, declared in sizes] == [(39, 39)] * 2
     # 5x7 and 3 | 7x3, 3x3, 7, 3: in descending order, each to the least loaded rank.
     assert sorted(whole for _, whole, _ in sizes) == [38, 40]
 
 
-def weights_and_biases(module):
+def group_weights_and_biases(module):
     weights = (p for n, p in module.named_parameters() if "weight" in n)
     biases = (p for n, p in module.named_parameters() if "bias" in n)
     return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.5}]
@@ -225,7 +227,7 @@ def weights_and_biases(module):
 def train_unevenly(stage):
     """Train with 4, 2 and 0 batches, clipping, a schedule and accumulation."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model, twin = small(), small()
+    model, twin = build_small(), build_small()
     options = {"lr": 0.1, "weight_decay": 0.1}
     ours = ShardedOptimizer(
         model.parameters(), torch.optim.AdamW, shard_gradients=stage == 2, **options
@@ -275,13 +277,13 @@ def train_unevenly(stage):
     assert_alike(model, twin)
     with pytest.raises(ValueError, match="expected divide_by_initial_world_size=True, got False"):
         Join([ours], divide_by_initial_world_size=False)
-    second = ShardedOptimizer(small().parameters(), torch.optim.SGD, lr=0.1)
+    second = ShardedOptimizer(build_small().parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="expected one ShardedOptimizer per process group within"):
         Join([second])
     return True
 
 
-@pytest.mark.parametrize("stage", [exhaustive(1), 2])
+@pytest.mark.parametrize("stage", [mark_exhaustive(1), 2])
 def test_ranks_with_fewer_inputs_join_the_collectives_of_the_others(stage):
     assert all(run_on_shared_ranks(train_unevenly, 3, stage))
 
@@ -318,7 +320,7 @@ def keep_gradients_in_join():
     theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
     with Join([ours]):
         for step in range(lengths[rank]):
-            loss_of(model, step, rank).backward()
+            compute_loss(model, step, rank).backward()
             ours.step()
             if step == 1:
                 with pytest.raises(RuntimeError, match="reductions and changes of single"):
@@ -329,13 +331,13 @@ def keep_gradients_in_join():
     for step in range(3):
         for number in range(2):
             if step < lengths[number]:
-                (loss_of(twin, step, number) / 2).backward()
+                (compute_loss(twin, step, number) / 2).backward()
         theirs.step()
         if step == 1:
             theirs.zero_grad()
-    loss_of(model, 9, rank).backward()
+    compute_loss(model, 9, rank).backward()
     for number in range(2):
-        (loss_of(twin, 9, number) / 2).backward()
+        (compute_loss(twin, 9, number) / 2).backward()
     ours.step()
     theirs.step()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
@@ -383,7 +385,7 @@ def load_state_of_a_number():
     path = case_folder()
     for name in ("NAdam", "ASGD"):
         for stage in (1, 3):
-            model, ours, twin, theirs = pair(stage, name, build=Numbers)
+            model, ours, twin, theirs = build_pair(stage, name, build=Numbers)
             for step in range(3):
                 for module, optimizer in ((model, ours), (twin, theirs)):
                     module().backward()
@@ -461,7 +463,7 @@ class StoredGradients(torch.optim.SGD):
 
 def store_gradients():
     for stage in (1, 2, 3):
-        stepped(stage, StoredGradients, 3)
+        train_pair(stage, StoredGradients, 3)
     return True
 
 
@@ -469,7 +471,7 @@ def test_gradients_that_an_optimizer_stores_are_copied():
     assert all(run_on_shared_ranks(store_gradients, 2))
 
 
-def step_with_unnamed_arguments():
+def train_with_unnamed_arguments():
     model = FSDP(make_model())
     model(torch.ones(2, 5)).sum().backward()
     NormalizedByKeyword(model.parameters()).step()
@@ -479,7 +481,7 @@ def step_with_unnamed_arguments():
 
 
 def test_arguments_that_a_trial_at_stage_3_does_not_know_are_refused():
-    assert all(run_on_shared_ranks(step_with_unnamed_arguments, 1))
+    assert all(run_on_shared_ranks(train_with_unnamed_arguments, 1))
 
 
 def use_groups_and_closures(stage):
@@ -489,9 +491,13 @@ def use_groups_and_closures(stage):
     twin_late = nn.Parameter(torch.ones(9, dtype=torch.float64))
 
     ours = ShardedOptimizer(
-        weights_and_biases(model), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1, momentum=0.9
+        group_weights_and_biases(model),
+        torch.optim.SGD,
+        shard_gradients=stage == 2,
+        lr=0.1,
+        momentum=0.9,
     )
-    theirs = torch.optim.SGD(weights_and_biases(twin), lr=0.1, momentum=0.9)
+    theirs = torch.optim.SGD(group_weights_and_biases(twin), lr=0.1, momentum=0.9)
     schedules = [
         torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4) for optimizer in (ours, theirs)
     ]
@@ -506,7 +512,7 @@ def use_groups_and_closures(stage):
             ours.zero_grad()
             for micro in range(2):
                 with ours.no_sync() if micro == 0 else nullcontext():
-                    loss = loss_of(model, 10 * step + micro, dist.get_rank())
+                    loss = compute_loss(model, 10 * step + micro, dist.get_rank())
                     (loss + late.float().sum() * (step > 3)).backward()
             ours.clip_grad_norm_(0.05)
             return loss
@@ -515,7 +521,7 @@ def use_groups_and_closures(stage):
         theirs.zero_grad()
         for rank in range(dist.get_world_size()):
             for micro in range(2):
-                loss = loss_of(twin, 10 * step + micro, rank)
+                loss = compute_loss(twin, 10 * step + micro, rank)
                 loss = loss + twin_late.float().sum() * (step > 3)
                 (loss / dist.get_world_size()).backward()
         nn.utils.clip_grad_norm_([p for g in theirs.param_groups for p in g["params"]], 0.05)
@@ -554,7 +560,7 @@ def refuse_different_options(stage):
             )
         (group,) = optimizer.param_groups
         for step in range(2):
-            model(batch(step, rank)[0]).square().mean().backward()
+            model(draw_batch(step, rank)[0]).square().mean().backward()
             if step == 1 and edit == "equal":
                 group["lr"] = 0.05
                 group["logged_loss"] = float(rank)
@@ -612,7 +618,7 @@ def skip_parameters(stage):
     theirs = torch.optim.SGD(twin.parameters(), **options)
 
     def loss(module, rank):
-        x = module[0](batch(0, rank)[0])
+        x = module[0](draw_batch(0, rank)[0])
         return x.sum() + (module[3](x[:, :3]).sum() if rank == 0 else 0)
 
     for _ in range(3):
@@ -637,10 +643,10 @@ def use_a_part_in_the_second_backward(stage):
     model, twin = make_model(), make_model()
     rank, world = dist.get_rank(), dist.get_world_size()
     ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1)
-    loss_of(model, 0, rank).backward()
+    compute_loss(model, 0, rank).backward()
     ((1 + rank) * model[3].bias.sum()).backward()
     for other in range(world):
-        (loss_of(twin, 0, other) / world).backward()
+        (compute_loss(twin, 0, other) / world).backward()
         ((1 + other) * twin[3].bias.sum() / world).backward()
     ours.step()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
@@ -660,7 +666,7 @@ def exchange_states(name):
     theirs = getattr(torch.optim, name)(twin.parameters(), **options)
     for step in range(2):
         theirs.zero_grad()
-        loss_of(twin, step, 0).backward()
+        compute_loss(twin, step, 0).backward()
         theirs.step()
     model = make_model(bias=False)
     model.load_state_dict(twin.state_dict())
@@ -668,7 +674,7 @@ def exchange_states(name):
     ours.load_state_dict(theirs.state_dict())
     for module, optimizer in ((model, ours), (twin, theirs)):
         optimizer.zero_grad()
-        loss_of(module, 2, 0).backward()
+        compute_loss(module, 2, 0).backward()
         optimizer.step()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b)
@@ -915,15 +921,15 @@ class Scheduled(torch.optim.Optimizer):
 UNKNOWN = (Signs, Rated, Late, Large, Rows, Adam2, Replacing, Decayed)
 
 
-def small():
+def build_small():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
 
 
-def stepped(stage, cls, steps, scale=1.0, lr=0.01, **options):
+def train_pair(stage, cls, steps, scale=1.0, lr=0.01, **options):
     """Train at a stage and in one process; return both models and the stage's optimizer."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model, twin = small(), small()
+    model, twin = build_small(), build_small()
     theirs = cls(twin.parameters(), lr=lr)
     if stage == 3:
         declared = (cls,) if options.pop("elementwise", None) else ()
@@ -950,15 +956,15 @@ def stepped(stage, cls, steps, scale=1.0, lr=0.01, **options):
     return ours
 
 
-def step_unknown(stage):
+def train_with_unknown_class(stage):
     for cls in UNKNOWN:
         steps = SHORT_TRIAL + 2 if cls is Late else 4
-        ours = stepped(stage, cls, steps, 1e3 if cls is Large else 1.0)
+        ours = train_pair(stage, cls, steps, 1e3 if cls is Large else 1.0)
         if stage < 3:
             assert ours.splits == ["parameters"], cls
     for cls in (Signs, Replacing):
-        assert stepped(stage, cls, 3, elementwise=True)
-    assert stepped(stage, Scheduled, 4, lr=None)
+        assert train_pair(stage, cls, 3, elementwise=True)
+    assert train_pair(stage, Scheduled, 4, lr=None)
     if stage == 3:
         model = FSDP(nn.Linear(4, 4, bias=False))
         optimizer = Decayed(model.parameters(), lr=0.1)
@@ -967,17 +973,17 @@ def step_unknown(stage):
     return True
 
 
-@pytest.mark.parametrize("stage", [1, exhaustive(2), 3])
+@pytest.mark.parametrize("stage", [1, mark_exhaustive(2), 3])
 def test_optimizers_of_unknown_classes_get_whole_parameters_at_every_stage(stage):
-    assert all(run_on_shared_ranks(step_unknown, 2, stage))
+    assert all(run_on_shared_ranks(train_with_unknown_class, 2, stage))
 
 
-def step_within_a_step():
+def train_with_step_within_step():
     """Step a subclass that calls the step of its base class, for which torch runs hooks again."""
     # torch wraps the step of a class when the first optimizer of the class is constructed.
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])
-    stepped(3, Adam2, 3)
-    model = FSDP(small())
+    train_pair(3, Adam2, 3)
+    model = FSDP(build_small())
     optimizer = Adam2(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: None)
     model(torch.ones(2, 5).double()).sum().backward()
@@ -986,17 +992,17 @@ def step_within_a_step():
     return True
 
 
-def step_after_a_step_that_raised():
+def train_after_failed_step():
     """Step again while a traceback keeps the arguments of a step that raised an error."""
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])
-    model = FSDP(small(), elementwise_optimizers=(FailsOnce,))
+    model = FSDP(build_small(), elementwise_optimizers=(FailsOnce,))
     optimizer = FailsOnce(model.parameters())
     optimizer.fails = True
     model(torch.ones(2, 5).double()).sum().backward()
     with pytest.raises(ZeroDivisionError) as raised:
         optimizer.step()
     optimizer.step()
-    twin = small()
+    twin = build_small()
     twin(torch.ones(2, 5).double()).sum().backward()
     torch.optim.AdamW(twin.parameters()).step()
     assert_alike(model, twin)
@@ -1005,14 +1011,14 @@ def step_after_a_step_that_raised():
 
 
 def test_a_step_after_one_that_raised_equals_one_process():
-    assert all(run_on_shared_ranks(step_after_a_step_that_raised, 2))
+    assert all(run_on_shared_ranks(train_after_failed_step, 2))
 
 
 def test_a_step_that_calls_the_step_of_its_base_class_equals_one_process():
-    assert all(run_on_shared_ranks(step_within_a_step, 2))
+    assert all(run_on_shared_ranks(train_with_step_within_step, 2))
 
 
-def step_in_bfloat16(stage, cls):
+def train_in_bfloat16(stage, cls):
     model = nn.Linear(5, 3).bfloat16()
     if stage == 3:
         model = FSDP(model)
@@ -1028,37 +1034,37 @@ def refuse_unknown(stage):
     error = RuntimeError if stage == 3 else ValueError
     for cls in (Coupled, Estimating):
         with pytest.raises(error, match=f"{cls.__name__} cannot be sharded: its step on one para"):
-            stepped(stage, cls, 1)
+            train_pair(stage, cls, 1)
     for name in REFUSED:
         # SparseAdam is constructed without options.
         cls = getattr(torch.optim, name)
         with pytest.raises(error, match=f"{name} cannot be sharded"):
-            stepped(stage, cls, 1)
+            train_pair(stage, cls, 1)
     for cls in (Large, Rows, Adam2, Coupled, Estimating):
         retract = f"remove {cls.__name__} from" if stage == 3 else "omit elementwise=True"
         with pytest.raises(error, match=f"{cls.__name__} is not element-wise: its st.*{retract}"):
-            stepped(stage, cls, 1, 1e3, elementwise=True)
+            train_pair(stage, cls, 1, 1e3, elementwise=True)
     retract = "remove Adafactor from" if stage == 3 else "omit elementwise=True"
     with pytest.raises(error, match=f"Adafactor is not element-wise: {retract}"):
-        stepped(stage, torch.optim.Adafactor, 1, elementwise=True)
+        train_pair(stage, torch.optim.Adafactor, 1, elementwise=True)
     skip_trial = "replace FSDP by Sharded" if stage == 3 else "pass Sharded"
     for cls, reason in (
         (Noisy, f"it draws random numbers.*{skip_trial}"),
         (Counting, "its state 'count' does not belong"),
     ):
         with pytest.raises(error, match=f"{cls.__name__} cannot be sharded: {reason}"):
-            stepped(stage, cls, 1)
+            train_pair(stage, cls, 1)
     with pytest.raises(error, match="Rounding cannot be sharded: it draws random numbers"):
-        step_in_bfloat16(stage, Rounding)
+        train_in_bfloat16(stage, Rounding)
     for cls in (Wrapping, Bare):
         with pytest.raises(error, match=f"{cls.__name__} cannot be sharded: it wraps another"):
-            stepped(stage, cls, 1)
+            train_pair(stage, cls, 1)
     if stage == 3:
         with pytest.raises(RuntimeError, match="Prepared cannot be sharded"):
-            stepped(3, Prepared, 1)
+            train_pair(3, Prepared, 1)
         with pytest.raises(RuntimeError, match=r"Copying cannot be verified .* from its options"):
-            stepped(3, Copying, 1)
-        model = FSDP(small())
+            train_pair(3, Copying, 1)
+        model = FSDP(build_small())
         optimizer = Twice(model.parameters())
 
         def closure():
@@ -1069,19 +1075,19 @@ def refuse_unknown(stage):
         with pytest.raises(RuntimeError, match="evaluates its closure several times per step"):
             optimizer.step(closure)
         with pytest.raises(RuntimeError, match="its argument power is neither an option"):
-            stepped(3, Forgetful, 1)
+            train_pair(3, Forgetful, 1)
     else:
-        stepped(stage, Prepared, 2)
-        stepped(stage, Forgetful, 2)
+        train_pair(stage, Prepared, 2)
+        train_pair(stage, Forgetful, 2)
         with pytest.raises(ValueError, match="OfModule cannot be sharded: its constructor fails"):
-            ShardedOptimizer(small().parameters(), OfModule)
-        counting = ShardedOptimizer(small().parameters(), Counting, elementwise=False)
+            ShardedOptimizer(build_small().parameters(), OfModule)
+        counting = ShardedOptimizer(build_small().parameters(), Counting, elementwise=False)
         counting.step()
         with pytest.raises(ValueError, match="its state 'count' does not belong to a parameter"):
             counting.state_dict()
     # A loop over the parameters without an optimizer is allowed.
     if stage == 3:
-        model = FSDP(small())
+        model = FSDP(build_small())
         model(torch.ones(2, 5).double()).sum().backward()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -1136,21 +1142,21 @@ class Blocks(torch.optim.Optimizer):
                 parameter.add_(change, alpha=-group["lr"])
 
 
-def large(dtype=torch.float64):
+def build_large(dtype=torch.float64):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(70, 65), nn.Tanh(), nn.Linear(65, 3)).to(dtype)
 
 
-def by_key(model):
+def group_by_key(model):
     return [
         {"params": [p for p in model.parameters() if p.dim() == 2], "use_muon": True},
         {"params": [p for p in model.parameters() if p.dim() < 2], "use_muon": False},
     ]
 
 
-def equal_to_the_unsharded(optimizer_cls, groups, dtype, path, **options):
+def is_equal_to_unsharded(optimizer_cls, groups, dtype, path, **options):
     """Train four steps with a checkpoint after two, beside the unsharded optimizer."""
-    model, twin = large(dtype), large(dtype)
+    model, twin = build_large(dtype), build_large(dtype)
     ours = ShardedOptimizer(groups(model), optimizer_cls, **options)
     theirs = optimizer_cls(groups(twin), **options)
     world = dist.get_world_size()
@@ -1166,7 +1172,7 @@ def equal_to_the_unsharded(optimizer_cls, groups, dtype, path, **options):
             optimizer.zero_grad()
         if step == 1:
             save_checkpoint(path, model, ours)
-            model = large(dtype)
+            model = build_large(dtype)
             ours = ShardedOptimizer(groups(model), optimizer_cls, **options)
             load_checkpoint(path, model, ours)
     tolerance = 1e-9 if dtype == torch.float64 else 1e-5
@@ -1175,11 +1181,11 @@ def equal_to_the_unsharded(optimizer_cls, groups, dtype, path, **options):
     return ours.splits
 
 
-def unusual():
+def train_unusual():
     path = case_folder()
-    splits = equal_to_the_unsharded(Both, by_key, torch.float64, f"{path}/both")
+    splits = is_equal_to_unsharded(Both, group_by_key, torch.float64, f"{path}/both")
     assert splits == ["parameters", "parameters"]
-    listed = equal_to_the_unsharded(
+    listed = is_equal_to_unsharded(
         Blocks, lambda model: list(model.parameters()), torch.float64, f"{path}/blocks"
     )
     assert listed == ["parameters"]
@@ -1187,7 +1193,7 @@ def unusual():
 
 
 def test_optimizers_with_required_options_or_blocks_equal_one_process():
-    assert all(run_on_shared_ranks(unusual, 2))
+    assert all(run_on_shared_ranks(train_unusual, 2))
 
 
 RULES = {
@@ -1212,16 +1218,16 @@ class ByShape(torch.optim.Optimizer):
                 parameter.add_(change, alpha=-group["lr"])
 
 
-def filters():
+def build_filters():
     torch.manual_seed(0)
     layers = nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(12, 130), nn.Tanh(), nn.Linear(130, 129)
     return nn.Sequential(*layers).double()
 
 
-def ruled(stage):
+def train_with_rules(stage):
     rank, world = dist.get_rank(), dist.get_world_size()
     for rule in RULES:
-        model, twin = filters(), filters()
+        model, twin = build_filters(), build_filters()
         theirs = ByShape(twin.parameters(), rule)
         if stage == 3:
             model = FSDP(model, shard=(nn.Conv2d, nn.Linear))
@@ -1251,15 +1257,15 @@ def ruled(stage):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_optimizers_that_depend_on_shapes_get_whole_shapes(stage):
-    assert all(run_on_shared_ranks(ruled, 2, stage))
+    assert all(run_on_shared_ranks(train_with_rules, 2, stage))
 
 
-def eight_bit(path):
+def train_with_eight_bit_adam(path):
     # Compiling takes minutes, and does not change the results.
     torch.compile = lambda function, **_: function
     from torchao.optim import AdamW8bit
 
-    return equal_to_the_unsharded(
+    return is_equal_to_unsharded(
         AdamW8bit, lambda model: list(model.parameters()), torch.float32, path, lr=0.01
     )
 
@@ -1267,11 +1273,11 @@ def eight_bit(path):
 @pytest.mark.exhaustive
 def test_torchaos_eight_bit_adam_equals_the_unsharded_one(tmp_path):
     pytest.importorskip("torchao", reason="torchao's optimizers")
-    splits = run_ranks(eight_bit, 2, str(tmp_path / "last"), timeout=DEADLINE)
+    splits = run_ranks(train_with_eight_bit_adam, 2, str(tmp_path / "last"), timeout=DEADLINE)
     assert splits == [["parameters"]] * 2
 
 
-def step_two(stage, elementwise):
+def train_two_optimizers(stage, elementwise):
     for some in range(1, dist.get_world_size()):
         # Ranks have constructed different numbers of optimizers.
         group = dist.new_group(list(range(some)))
@@ -1325,10 +1331,10 @@ def make_layers():
 
 @pytest.mark.parametrize(
     ("stage", "elementwise"),
-    [exhaustive(1, True), (2, True), exhaustive(1, False), exhaustive(2, False)],
+    [mark_exhaustive(1, True), (2, True), mark_exhaustive(1, False), mark_exhaustive(2, False)],
 )
 def test_two_optimizers_in_one_backward_equal_one_process(stage, elementwise):
-    assert all(run_on_shared_ranks(step_two, 3, stage, elementwise))
+    assert all(run_on_shared_ranks(train_two_optimizers, 3, stage, elementwise))
 
 
 def delete_one():
@@ -1355,14 +1361,14 @@ def test_one_of_two_optimizers_can_be_deleted_on_all_ranks_only():
 def clear_state(stage):
     """Clear the state of both optimizers in place, and by assignment at stage 3."""
     for clear in ("assign", "clear") if stage == 3 else ("clear",):
-        model, ours, twin, theirs = pair(stage, build=make, lr=0.1)
-        train(model, ours, twin, theirs, mean_square, steps=2)
+        model, ours, twin, theirs = build_pair(stage, build=make, lr=0.1)
+        train(model, ours, twin, theirs, compute_mean_square, steps=2)
         for optimizer in (ours, theirs):
             if clear == "assign":
                 optimizer.state = defaultdict(dict)
             else:
                 optimizer.state.clear()
-        train(model, ours, twin, theirs, mean_square, steps=2)
+        train(model, ours, twin, theirs, compute_mean_square, steps=2)
     if stage < 3:
         ours.state = defaultdict(dict)
         with pytest.raises(RuntimeError, match=r"use state\.clear\(\) or load_state_dict"):
@@ -1413,7 +1419,7 @@ def keep_attributes(stage):
         ours = ByAttribute(model.parameters(), lr=0.1)
     else:
         ours = ShardedOptimizer(model.parameters(), ByAttribute, lr=0.1)
-    return train(model, ours, twin, theirs, mean_square)
+    return train(model, ours, twin, theirs, compute_mean_square)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -1453,11 +1459,11 @@ def change_groups():
         lambda group, members: group.append(members[3]),
         lambda group, members: group.__setitem__(slice(2), [members[1], members[0]]),
     ]
-    train(model, ours, twin, theirs, mean_square, steps=2)
+    train(model, ours, twin, theirs, compute_mean_square, steps=2)
     for change in changes:
         for optimizer, members in zip((ours, theirs), matrices, strict=True):
             change(optimizer.param_groups[0]["params"], members)
-        train(model, ours, twin, theirs, mean_square, steps=2)
+        train(model, ours, twin, theirs, compute_mean_square, steps=2)
         for module in (model, twin):
             module.zero_grad()
     return True
@@ -1467,7 +1473,7 @@ def test_whole_parameters_keep_their_state_when_groups_change():
     assert all(run_on_shared_ranks(change_groups, 2))
 
 
-def step_two_models():
+def train_two_models():
     """Step two models whose parameters have equal names and shapes with one optimizer."""
     models, twins = (nn.ModuleList([make(0), make(1)]) for _ in range(2))
     sharded = nn.ModuleList(FSDP(model) for model in models)
@@ -1480,7 +1486,7 @@ def step_two_models():
     for number in range(2):
         for both, optimizer, ranks in ((sharded, ours, [dist.get_rank()]), (twins, theirs, [0, 1])):
             for rank in ranks:
-                (loss(both, batch(number, rank)[0].double()) / len(ranks)).backward()
+                (loss(both, draw_batch(number, rank)[0].double()) / len(ranks)).backward()
             optimizer.step()
             optimizer.zero_grad()
     for model, twin in zip(sharded, twins, strict=True):
@@ -1489,7 +1495,7 @@ def step_two_models():
 
 
 def test_whole_parameters_of_two_models_with_equal_names_are_not_confused():
-    assert all(run_on_shared_ranks(step_two_models, 2))
+    assert all(run_on_shared_ranks(train_two_models, 2))
 
 
 def move_parameters():
@@ -1504,7 +1510,7 @@ def move_parameters():
         first, *others = model.parameters()
         groups = [{"params": others}, {"params": [first], "lr": 0.5}]
         ours = ShardedOptimizer(groups, torch.optim.AdamW)
-        mean_square(model, batch(0, 0)[0].double()).backward()
+        compute_mean_square(model, draw_batch(0, 0)[0].double()).backward()
         change(ours.param_groups)
         for use in (ours.step, ours.state_dict):
             with pytest.raises(
@@ -1513,7 +1519,7 @@ def move_parameters():
                 use()
     model = make()
     ours = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
-    mean_square(model, batch(0, 0)[0].double()).backward()
+    compute_mean_square(model, draw_batch(0, 0)[0].double()).backward()
     # Reading a missing entry creates an empty one, which has no effect.
     assert not ours.state[model[0].weight]
     ours.step()
@@ -1526,7 +1532,7 @@ def move_parameters():
     # SGD without momentum has no state.
     model = make()
     ours = ShardedOptimizer(model.parameters(), torch.optim.SGD)
-    mean_square(model, batch(0, 0)[0].double()).backward()
+    compute_mean_square(model, draw_batch(0, 0)[0].double()).backward()
     ours.step()
     ours.state[model[0].weight]["average"] = torch.zeros(7, 5)
     with pytest.raises(RuntimeError, match="got another object, or entries of 1 parameters"):

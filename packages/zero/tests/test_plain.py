@@ -20,20 +20,20 @@ def make_model():
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 3)).double()
 
 
-def loss_of(model, step):
+def compute_loss(model, step):
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return model(torch.randn(4, 5, generator=generator, dtype=torch.float64)).square().mean()
 
 
 def train(model, optimizer):
     for step in range(4):
-        loss_of(model, step).backward()
+        compute_loss(model, step).backward()
         optimizer.step()
         if hasattr(optimizer, "zero_grad"):
             optimizer.zero_grad()
 
 
-def plain_and_real(stage):
+def compare_plain_and_real(stage):
     plain, real = make_model(), make_model()
     if stage < 3:
         simple = PlainShardedOptimizer(plain, torch.optim.AdamW, stage=stage, lr=0.1)
@@ -48,7 +48,7 @@ def plain_and_real(stage):
         layers, plain = plain, PlainFSDP(plain)
         train(plain, torch.optim.AdamW(plain.parameters(), lr=0.1))
         with torch.no_grad():
-            loss_of(plain, 0)
+            compute_loss(plain, 0)
         plain, real = layers, FSDP(real)
         train(real, torch.optim.AdamW(real.parameters(), lr=0.1))
         whole = real.gather_full_params()
@@ -60,6 +60,6 @@ def plain_and_real(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_each_stage_is_bit_equal_to_plain(stage, world):
-    for equal, state_numel in run_on_shared_ranks(plain_and_real, world, stage):
+    for equal, state_numel in run_on_shared_ranks(compare_plain_and_real, world, stage):
         assert equal
         assert state_numel == (0 if stage == 3 else -(-78 // world))

@@ -31,7 +31,7 @@ CLONE_NEWNET = 0x40000000  # of Linux's sched.h
 REASON = explain_refusal()
 
 
-def exhaustive(value):
+def mark_exhaustive(value):
     return pytest.param(value, marks=pytest.mark.exhaustive)
 
 
@@ -43,14 +43,14 @@ def enter_host(namespace):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
 
 
-def sent_bytes(device):
+def read_sent_bytes(device):
     """Return the number of bytes that left through a network interface so far."""
     lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
     [counters] = [line.split(":")[1].split() for line in lines if line.strip().startswith(device)]
     return int(counters[8])
 
 
-def steps_on_a_link(hosts):
+def measure_steps_on_a_link(hosts):
     """Return the bytes sent in a step and their prediction, over the size, for each stage."""
     namespace, device, environment = hosts[int(os.environ["RANK"])]
     enter_host(namespace)
@@ -76,13 +76,13 @@ def steps_on_a_link(hosts):
         steps = []
         for _ in range(5):
             dist.barrier()
-            before = sent_bytes(device)
+            before = read_sent_bytes(device)
             communicator.pop_bytes()
             model(torch.ones(4, 512)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             dist.barrier()
-            steps.append(sent_bytes(device) - before)
+            steps.append(read_sent_bytes(device) - before)
         # The interface also counts retransmissions of TCP on a busy machine, so the minimum of many
         # steps is the number of bytes that the program sends.
         ratios[stage] = min(steps[1:]) / size, wire_bytes(communicator.pop_bytes(), 2) / size
@@ -93,7 +93,7 @@ def steps_on_a_link(hosts):
 def test_bytes_on_a_link_are_as_predicted():
     with emulated_hosts(2, "10gbit") as hosts:
         places = [(host.namespace, host.device, host.environment(hosts)) for host in hosts]
-        ranks = run_ranks(steps_on_a_link, 2, places, backend="", timeout=DEADLINE)
+        ranks = run_ranks(measure_steps_on_a_link, 2, places, backend="", timeout=DEADLINE)
     for stage, (actual, predicted) in [item for ratios in ranks for item in ratios.items()]:
         assert actual <= (1.51 if stage == 3 else 1.01)
         assert actual == pytest.approx(predicted, rel=0.01)
@@ -170,7 +170,7 @@ def test_direct_collectives_are_used_on_gloo_by_any_name():
     assert all(run_ranks(uses_direct_collectives, 1, timeout=DEADLINE, backend=""))
 
 
-@pytest.mark.parametrize("world", [*[exhaustive(n) for n in (1, 2, 5)], 3])
+@pytest.mark.parametrize("world", [*[mark_exhaustive(n) for n in (1, 2, 5)], 3])
 def test_direct_collectives_are_exact_and_sum_in_rank_order(world):
     assert all(run_on_shared_ranks(scatter_gather_and_reduce, world, timeout=DEADLINE))
 
@@ -196,7 +196,7 @@ def test_every_element_has_one_owner_and_shards_are_even(numels, world, bucket):
         assert numel == -(-sum(numels) // world)
 
 
-def gpt2_shapes():
+def list_gpt2_shapes():
     """Return the parameter shapes of GPT-2 124M."""
     width = 768
     block = [
@@ -207,7 +207,7 @@ def gpt2_shapes():
 
 
 def test_shards_of_gpt2_are_even_where_whole_parameters_are_not():
-    numels = [torch.Size(shape).numel() for shape in gpt2_shapes()]
+    numels = [torch.Size(shape).numel() for shape in list_gpt2_shapes()]
     assert sum(numels) == 124_439_808
 
     def largest_over_mean(cut, world):
@@ -246,7 +246,7 @@ def test_a_dry_run_predicts_the_traffic_of_any_number_of_ranks():
     assert wire_bytes({"reduce_scatter": size, "all_reduce": size}, 8) == 3 * size * 7 / 8
 
 
-def abandoned(call, deleted_path):
+def run_abandoned_call(call, deleted_path):
     """Delete the work of one rank before the other rank sends its blocks."""
     first = dist.get_rank() == 0
     while not first and not deleted_path.exists():
@@ -266,5 +266,5 @@ def abandoned(call, deleted_path):
 
 @pytest.mark.parametrize("call", [direct_reduce_scatter, direct_all_gather])
 def test_abandoned_work_does_not_block_the_group(call, tmp_path):
-    outcomes = run_ranks(abandoned, 2, call, tmp_path / "deleted", timeout=60)
+    outcomes = run_ranks(run_abandoned_call, 2, call, tmp_path / "deleted", timeout=60)
     assert outcomes == [[2.0] * 3] * 2

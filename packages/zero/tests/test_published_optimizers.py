@@ -106,7 +106,7 @@ class Weights(nn.Module):
         return SCALES[step % len(SCALES)] * loss
 
 
-def names_of_optimizers():
+def list_optimizer_names():
     pytorch_optimizer = pytest.importorskip("pytorch_optimizer", reason="published optimizers")
     return sorted(
         name
@@ -122,7 +122,7 @@ def construct(name, params, **options):
     return CONSTRUCTORS.get(name, lambda cls, params: cls(params, **options))(cls, params)
 
 
-def groups_of(name, model):
+def build_groups(name, model):
     if name in OF_MODULE:
         return model
     return group_matrices(model.parameters()) if name in GROUPED else model.parameters()
@@ -132,7 +132,7 @@ def build(name, dtype):
     return Weights(dtype, SHAPES_OF.get(name, SHAPES))
 
 
-def step(name, optimizer, backward):
+def take_step(name, optimizer, backward):
     optimizer.zero_grad()
     if name in WITH_CLOSURE:
 
@@ -147,11 +147,11 @@ def step(name, optimizer, backward):
         optimizer.step()
 
 
-def step_in_one_process(name, dtype):
+def train_in_one_process(name, dtype):
     """Return the model after the steps of an unsharded optimizer on all ranks' gradients."""
     model = build(name, dtype)
     torch.manual_seed(0)
-    optimizer = construct(name, groups_of(name, model))
+    optimizer = construct(name, build_groups(name, model))
     world = dist.get_world_size()
     for number in range(STEPS):
 
@@ -162,17 +162,17 @@ def step_in_one_process(name, dtype):
                 loss.backward(create_graph=name in SECOND_ORDER)
             return sum(losses).item()
 
-        step(name, optimizer, backward)
+        take_step(name, optimizer, backward)
     return model
 
 
-def step_sharded(stage, name, dtype):
+def train_sharded(stage, name, dtype):
     """Return the model after the steps of a sharded optimizer."""
     model = build(name, dtype)
     if stage == 3:
         model = FSDP(model)
         torch.manual_seed(0)
-        optimizer = construct(name, groups_of(name, model))
+        optimizer = construct(name, build_groups(name, model))
     else:
         torch.manual_seed(0)
         cls = partial(construct, name)
@@ -180,7 +180,7 @@ def step_sharded(stage, name, dtype):
             import pytorch_optimizer
 
             cls = getattr(pytorch_optimizer, name)
-        groups = model.parameters() if name in OF_MODULE else groups_of(name, model)
+        groups = model.parameters() if name in OF_MODULE else build_groups(name, model)
         optimizer = ShardedOptimizer(groups, cls, shard_gradients=stage == 2)
     for number in range(STEPS):
 
@@ -189,7 +189,7 @@ def step_sharded(stage, name, dtype):
             loss.backward(create_graph=name in SECOND_ORDER)
             return loss.item()
 
-        step(name, optimizer, backward)
+        take_step(name, optimizer, backward)
     return model
 
 
@@ -198,13 +198,13 @@ def judge(stage, name):
     dtype = torch.float32 if name in SINGLE else torch.float64
     reference = ""
     try:
-        twin = step_in_one_process(name, dtype)
+        twin = train_in_one_process(name, dtype)
         if any(not p.isfinite().all() for p in twin.parameters()):
             reference = "it diverges"
     except Exception as error:
         reference = f"{type(error).__name__}: {error}"
     try:
-        model = step_sharded(stage, name, dtype)
+        model = train_sharded(stage, name, dtype)
     except Exception as error:
         if reference:
             return f"no reference: {reference}; sharded: {error}"
@@ -231,7 +231,7 @@ def judge_all(stage, names, folder):
             raise RuntimeError(verdict)
 
 
-def verdicts(stage, names, folder):
+def collect_verdicts(stage, names, folder):
     """Return the verdict of each rank by name, with new processes after a failure."""
     verdict_of = {}
     remaining = list(names)
@@ -268,7 +268,7 @@ def test_the_readme_has_the_counts_of_published_optimizers():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", COUNTS)
 def test_published_optimizers_equal_one_process_or_are_refused(stage, tmp_path):
-    verdict_of = verdicts(stage, names_of_optimizers(), tmp_path)
+    verdict_of = collect_verdicts(stage, list_optimizer_names(), tmp_path)
     counts = Counter()
     for name, by_rank in verdict_of.items():
         assert len({verdict.split(":")[0] for verdict in by_rank}) == 1, (name, by_rank)

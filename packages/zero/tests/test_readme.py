@@ -77,7 +77,7 @@ def test_the_readmes_average_of_the_weights_equals_torchs(stage):
     assert all(run_ranks(average_weights, 2, stage))
 
 
-def newest_rows(run, case, key):
+def find_newest_rows(run, case, key):
     """Return the rows of a case of the newest run, by the value of `key`."""
     results = README.parents[2] / "docs" / "results"
     newest = max(results.glob(f"*-cpu/zero-{run}.json"))
@@ -86,13 +86,13 @@ def newest_rows(run, case, key):
 
 def test_figures_in_sentences_are_measured():
     text = " ".join(README.read_text().split())
-    two_hosts = newest_rows("two-hosts", "step", "name")
+    two_hosts = find_newest_rows("two-hosts", "step", "name")
     assert "stages 1 and 2 take about 0.64 of the time of DDP with ZeroRedundancyOpt" in text
     for name in ("stage1", "stage2"):
         assert two_hosts[name]["ratio_p50"] == pytest.approx(0.64, abs=0.02)
     assert "Stage 3 takes about half of the time of FSDP2" in text
     assert two_hosts["stage3"]["ratio_p50"] == pytest.approx(0.5, abs=0.05)
-    one_host = newest_rows("one-host", "step", "name")
+    one_host = find_newest_rows("one-host", "step", "name")
     assert "a step of stages 1 and 2 takes about as long as with torch's" in text
     for name in ("stage1", "stage2"):
         assert one_host[name]["ratio_p50"] == pytest.approx(1.0, abs=0.1)
@@ -102,7 +102,7 @@ def test_figures_in_sentences_are_measured():
         f"({stage3['ratio_p10']:.2f} to {stage3['ratio_p90']:.2f} in single rounds). "
     ) in text
     assert ("The goal of 0.70 was missed." in text) == (stage3["ratio_p50"] > 0.7)
-    memory = newest_rows("two-hosts", "memory", "stage")
+    memory = find_newest_rows("two-hosts", "memory", "stage")
     peaks = [f"{memory[stage]['measured_peak_mib']:.0f} MiB" for stage in range(4)]
     assert (
         f"The peak per rank is {peaks[0]} with DDP, {peaks[1]} at stage 1, {peaks[2]} at stage 2 "

@@ -21,7 +21,7 @@ from zero import (
 from zero.fsdp.optimizer_hooks import _StepOptions
 from zero.gloo_collectives import direct_all_reduce
 from zero.gradients.shard import ShardGradient, is_stepping
-from zero_training import assert_alike, batch, make, mean_square
+from zero_training import assert_alike, compute_mean_square, draw_batch, make
 
 
 class Failing:
@@ -76,7 +76,7 @@ def build(stage, collectives):
 
 def train_step(model, optimizer, number):
     optimizer.zero_grad()
-    mean_square(model, batch(number, dist.get_rank())).backward()
+    compute_mean_square(model, draw_batch(number, dist.get_rank())).backward()
     optimizer.step()
 
 
@@ -88,7 +88,7 @@ def fail_in_each_collective(stage, in_wait):
     for number in range(3):
         theirs.zero_grad()
         for rank in range(dist.get_world_size()):
-            (mean_square(twin, batch(number, rank)) / dist.get_world_size()).backward()
+            (compute_mean_square(twin, draw_batch(number, rank)) / dist.get_world_size()).backward()
         theirs.step()
     failing_call = 0
     while True:
@@ -149,13 +149,17 @@ def raise_in_a_step(whole):
         train_step(model, optimizers[0], 0)
     del optimizers[0]._init_group
     if whole:
-        for operation in (lambda: model(batch(0, 0)), optimizers[0].step, model.gather_full_params):
+        for operation in (
+            lambda: model(draw_batch(0, 0)),
+            optimizers[0].step,
+            model.gather_full_params,
+        ):
             with pytest.raises(RuntimeError, match="an earlier step of the optimizer raised"):
                 operation()
         return True
     # The gradients of the step that raised are still there.
     for rank in range(2):
-        (mean_square(twin, batch(0, rank)) / 2).backward()
+        (compute_mean_square(twin, draw_batch(0, rank)) / 2).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 1e-3))
     for optimizer in optimizers:
@@ -183,7 +187,7 @@ def raise_between_groups(stage):
 
     # torch's optimizers call this method for each group within `step`.
     optimizer.inner._init_group = fail_in_the_second_group
-    mean_square(model, batch(0, dist.get_rank())).backward()
+    compute_mean_square(model, draw_batch(0, dist.get_rank())).backward()
     with pytest.raises(ArithmeticError):
         optimizer.step()
     del optimizer.inner._init_group
@@ -209,7 +213,7 @@ def raise_in_backward(stage):
         inner = model.module if stage == 3 else model
         handle = inner[layer].weight.register_hook(fail)
         with pytest.raises(ArithmeticError):
-            mean_square(model, batch(0, dist.get_rank())).backward()
+            compute_mean_square(model, draw_batch(0, dist.get_rank())).backward()
         handle.remove()
         if stage < 3:
             with pytest.raises(
@@ -218,12 +222,12 @@ def raise_in_backward(stage):
                 optimizer.step()
         # Not `optimizer.zero_grad()`, which a ShardedOptimizer could use to reset itself.
         model.zero_grad()
-        mean_square(model, batch(1, dist.get_rank())).backward()
+        compute_mean_square(model, draw_batch(1, dist.get_rank())).backward()
         optimizer.step()
         model.zero_grad()
         theirs.zero_grad()
         for rank in range(2):
-            (mean_square(twin, batch(1, rank)) / 2).backward()
+            (compute_mean_square(twin, draw_batch(1, rank)) / 2).backward()
         theirs.step()
     return assert_alike(model, twin)
 
@@ -250,7 +254,7 @@ def repeat_backward(stage):
     (model.module if stage == 3 else model)[2].register_forward_pre_hook(register)
     for number in range(2):
         fails = True
-        loss = mean_square(model, batch(number, dist.get_rank()))
+        loss = compute_mean_square(model, draw_batch(number, dist.get_rank()))
         with pytest.raises(ArithmeticError):
             loss.backward(retain_graph=True)
         fails = False
@@ -260,7 +264,7 @@ def repeat_backward(stage):
         model.zero_grad()
         theirs.zero_grad()
         for rank in range(2):
-            (mean_square(twin, batch(number, rank)) / 2).backward()
+            (compute_mean_square(twin, draw_batch(number, rank)) / 2).backward()
         theirs.step()
     return assert_alike(model, twin)
 
@@ -274,13 +278,13 @@ def lose_accumulated_gradients():
     """Accumulate gradients, raise in the next backward pass, and go on without clearing them."""
     model, optimizer = build(3, Failing(in_wait=False))
     with model.no_sync():
-        mean_square(model, batch(0, dist.get_rank())).backward()
-    output = model(batch(1, dist.get_rank()))
+        compute_mean_square(model, draw_batch(0, dist.get_rank())).backward()
+    output = model(draw_batch(1, dist.get_rank()))
     output.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         output.sum().backward()
     with pytest.raises(RuntimeError, match=r"under no_sync\(\) are lost: clear all gradients"):
-        mean_square(model, batch(1, dist.get_rank())).backward()
+        compute_mean_square(model, draw_batch(1, dist.get_rank())).backward()
     optimizer.zero_grad()
     train_step(model, optimizer, 0)
     return True

@@ -12,10 +12,10 @@ from worker_pool import run_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 
 import transformers_families
-from allocator import peak_bytes
+from allocator import measure_peak_bytes
 from worker_pool import run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, memory_report
-from zero_training import mean_square, pair, train
+from zero_training import build_pair, compute_mean_square, train
 
 DEADLINE = 300.0
 
@@ -119,18 +119,18 @@ def assert_all_sharded(model, twin):
     assert abs(stored - total / dist.get_world_size()) <= len(model.units)
 
 
-def shard_everything(name):
+def train_with_everything_sharded(name):
     """Train with all parameters sharded; every rank stores 1/n of them."""
-    model, ours, twin, theirs = pair(3, "SGD", build=lambda: build(name))
+    model, ours, twin, theirs = build_pair(3, "SGD", build=lambda: build(name))
     assert_all_sharded(model, twin)
-    train(model, ours, twin, theirs, mean_square, clip=0.5)
+    train(model, ours, twin, theirs, compute_mean_square, clip=0.5)
     assert all(unit.unsharded_bytes == 0 for unit in model.units)
     return len(model.units)
 
 
 @pytest.mark.parametrize(("name", "units"), [("gpt2", 4), ("mixtral", 4), ("vit", 3), ("lstm", 1)])
 def test_blocks_and_the_root_shard_all_parameters_of_a_model(name, units):
-    assert run_on_shared_ranks(shard_everything, 3, name) == [units] * 3
+    assert run_on_shared_ranks(train_with_everything_sharded, 3, name) == [units] * 3
 
 
 def select():
@@ -145,11 +145,11 @@ def select():
         (lambda name, module: name in chosen, chosen),
     ]
     for policy, expected in policies:
-        model, ours, twin, theirs = pair(3, "SGD", build=lambda: build("gpt2"), shard=policy)
+        model, ours, twin, theirs = build_pair(3, "SGD", build=lambda: build("gpt2"), shard=policy)
         names = {module: name for name, module in model.module.named_modules()}
         # The unit of the root, whose name is empty, has the parameter `scale`.
         assert {names[m] for m, units in model.units_of.items() if units} == {"", *expected}
-        train(model, ours, twin, theirs, mean_square)
+        train(model, ours, twin, theirs, compute_mean_square)
     for policy in (("block.1",), "layers", [nn.Linear, nn.Linear(2, 2)]):
         with pytest.raises(ValueError, match=r"a predicate or \"blocks\" as shard=, got "):
             FSDP(build("gpt2"), shard=policy)
@@ -163,11 +163,13 @@ def test_names_and_predicates_select_the_sharded_modules():
 def train_published(stage, name):
     """Train a model of transformers as one process does; return its memory by kind and peak."""
     torch.set_default_dtype(torch.float64)
-    model, ours, twin, theirs = pair(stage, "SGD", build=lambda: transformers_families.build(name))
+    model, ours, twin, theirs = build_pair(
+        stage, "SGD", build=lambda: transformers_families.build(name)
+    )
     if stage == 3:
         assert_all_sharded(model, twin)
         assert len(model.units) >= 3
-    train(model, ours, twin, theirs, transformers_families.loss_of(name), clip=0.5)
+    train(model, ours, twin, theirs, transformers_families.build_loss(name), clip=0.5)
 
     def build(group):
         model = transformers_families.build(name)
@@ -178,7 +180,7 @@ def train_published(stage, name):
         return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
 
     def loss(model):
-        return transformers_families.loss_of(name)(model, torch.ones(4, 5, dtype=torch.float64))
+        return transformers_families.build_loss(name)(model, torch.ones(4, 5, dtype=torch.float64))
 
     report = memory_report(build, loss)
     for moment, measured in zip(report.predicted, report.measured, strict=True):
@@ -189,7 +191,9 @@ def train_published(stage, name):
     # The count does not include memory that an operator frees before it returns, which is 3.2 %
     # of a small Mamba.
     tolerance = 0.04 if name == "mamba" else 0.03
-    assert peak_bytes(*build(None), loss) == pytest.approx(report.predicted_peak, rel=tolerance)
+    assert measure_peak_bytes(*build(None), loss) == pytest.approx(
+        report.predicted_peak, rel=tolerance
+    )
     return True
 
 

@@ -15,11 +15,11 @@ REASON = explain_refusal()
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def command(path):
+def build_command(path):
     return [sys.executable, "-m", "zero.bench", "--rounds", "5", "--json", str(path)]
 
 
-def steps(path):
+def measure_steps(path):
     rows = json.loads(Path(path).read_text())
     return {row["name"]: row for row in rows if row["case"] == "step"}
 
@@ -27,8 +27,8 @@ def steps(path):
 @pytest.fixture(scope="module")
 def on_the_loopback(tmp_path_factory):
     path = tmp_path_factory.mktemp("loopback") / "rows.json"
-    subprocess.run(command(path), check=True, timeout=400, env=ENVIRONMENT)
-    return steps(path)
+    subprocess.run(build_command(path), check=True, timeout=400, env=ENVIRONMENT)
+    return measure_steps(path)
 
 
 def check_ratio(row, expected):
@@ -46,8 +46,8 @@ def test_no_stage_is_slower_than_torchs_on_the_loopback(on_the_loopback, stage, 
 def test_steps_on_a_throttled_link_are_faster_than_torchs(tmp_path):
     path = tmp_path / "rows.json"
     with emulated_hosts(2, "2gbit") as hosts:
-        assert run_everywhere(hosts, command(path), ENVIRONMENT, seconds=400) == [0, 0]
-    rows = steps(path)
+        assert run_everywhere(hosts, build_command(path), ENVIRONMENT, seconds=400) == [0, 0]
+    rows = measure_steps(path)
     for name, expected in (("stage1", 0.71), ("stage2", 0.71), ("stage3", 0.6)):
         check_ratio(rows[name], expected)
     for name, most in (("stage1", 1.01), ("stage2", 1.01), ("stage3", 1.51)):

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.optimizer import optimizer_trial
-from zero_training import assert_alike, batch, make, mean_square, pair, train
+from zero_training import assert_alike, build_pair, compute_mean_square, draw_batch, make, train
 
 
 def prepare_rank():
@@ -44,20 +44,20 @@ KINDS = {
 SAMPLED = ("AdamW",)
 
 
-def matrices(seed=0):
+def build_matrices(seed=0):
     torch.manual_seed(seed)
     layers = nn.Linear(5, 7, bias=False), nn.Tanh(), nn.Linear(7, 3, bias=False)
     return nn.Sequential(*layers).double()
 
 
-def trained(stage, name, steps=2, **options):
-    build = matrices if name == "Muon" else make
-    both = pair(stage, name, build=build, **KINDS[name], **options)
-    train(*both, mean_square, steps=steps)
+def train_both(stage, name, steps=2, **options):
+    build = build_matrices if name == "Muon" else make
+    both = build_pair(stage, name, build=build, **KINDS[name], **options)
+    train(*both, compute_mean_square, steps=steps)
     return both
 
 
-def inner(model, stage):
+def get_inner_module(model, stage):
     """Return the module under whose names torch's tools save the model."""
     return model.module if stage == 3 else model
 
@@ -74,7 +74,7 @@ def assert_same_state(ours, theirs):
             assert ours[key] == value
 
 
-def reloaded(twin, theirs):
+def reload_state(twin, theirs):
     """Reload the state in one process: loading casts state of another dtype."""
     fresh = copy.deepcopy(twin)
     optimizer = type(theirs)(fresh.parameters(), lr=0.1)
@@ -88,10 +88,10 @@ def load_by_torch(folder, model, optimizer):
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
 
-def torchs_tools(stage, name):
+def use_tools_of_torch(stage, name):
     folder = case_folder()
-    model, ours, twin, theirs = trained(stage, name)
-    part = inner(model, stage)
+    model, ours, twin, theirs = train_both(stage, name)
+    part = get_inner_module(model, stage)
     expected = get_optimizer_state_dict(twin, theirs)
     sharded = get_optimizer_state_dict(part, ours)
     some = next(iter(sharded["state"].values()))
@@ -105,10 +105,10 @@ def torchs_tools(stage, name):
     weights, state = get_state_dict(part, ours)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/torch")
     for method in ("dcp", "ours", "rank 0", "plain"):
-        other, optimizer, _, _ = pair(
-            stage, name, build=matrices if name == "Muon" else make, **KINDS[name]
+        other, optimizer, _, _ = build_pair(
+            stage, name, build=build_matrices if name == "Muon" else make, **KINDS[name]
         )
-        load_into = inner(other, stage)
+        load_into = get_inner_module(other, stage)
         if method == "dcp":
             load_by_torch(f"{folder}/torch", load_into, optimizer)
         elif method == "ours":
@@ -121,14 +121,14 @@ def torchs_tools(stage, name):
             else:
                 set_optimizer_state_dict(load_into, optimizer, state, options=options)
             load_into.load_state_dict(twin.state_dict())
-        fresh = reloaded(twin, theirs)
-        train(other, optimizer, *fresh, mean_square, steps=1)
+        fresh = reload_state(twin, theirs)
+        train(other, optimizer, *fresh, compute_mean_square, steps=1)
 
     # A checkpoint of this package, loaded by torch.
     save_checkpoint(f"{folder}/zero", model, ours)
-    other, optimizer, _, _ = trained(stage, name, steps=1)
-    load_by_torch(f"{folder}/zero", inner(other, stage), optimizer)
-    train(other, optimizer, *reloaded(twin, theirs), mean_square, steps=1)
+    other, optimizer, _, _ = train_both(stage, name, steps=1)
+    load_by_torch(f"{folder}/zero", get_inner_module(other, stage), optimizer)
+    train(other, optimizer, *reload_state(twin, theirs), compute_mean_square, steps=1)
     return True
 
 
@@ -138,13 +138,13 @@ def torchs_tools(stage, name):
 )
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
 def test_torchs_tools_get_save_and_set_whole_optimizer_states(stage, name):
-    assert all(run_on_shared_ranks(torchs_tools, 2, stage, name))
+    assert all(run_on_shared_ranks(use_tools_of_torch, 2, stage, name))
 
 
-def whole_matrices(name):
+def train_whole_matrices(name):
     folder = case_folder()
     world = dist.get_world_size()
-    model, ours, twin, theirs = trained(3, name)
+    model, ours, twin, theirs = train_both(3, name)
     # With closures, clipping by norm, and a layer that is frozen for some steps.
     for number in range(3):
         model.module[0].weight.requires_grad_(number != 1)
@@ -152,13 +152,13 @@ def whole_matrices(name):
 
         def closure(number=number):
             ours.zero_grad()
-            mean_square(model, batch(number, dist.get_rank())).backward()
+            compute_mean_square(model, draw_batch(number, dist.get_rank())).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
         ours.step(closure)
         theirs.zero_grad()
         for rank in range(world):
-            (mean_square(twin, batch(number, rank)) / world).backward()
+            (compute_mean_square(twin, draw_batch(number, rank)) / world).backward()
         nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
         theirs.step()
     ours.zero_grad()
@@ -172,11 +172,11 @@ def whole_matrices(name):
     assert name != "Muon" or counts.item() == whole
     save_checkpoint(folder, model, ours)
     for stage in (1, 3):
-        resumed, optimizer, _, _ = pair(
-            stage, name, build=matrices if name == "Muon" else make, **KINDS[name]
+        resumed, optimizer, _, _ = build_pair(
+            stage, name, build=build_matrices if name == "Muon" else make, **KINDS[name]
         )
         load_checkpoint(folder, resumed, optimizer)
-        train(resumed, optimizer, *reloaded(twin, theirs), mean_square)
+        train(resumed, optimizer, *reload_state(twin, theirs), compute_mean_square)
     return True
 
 
@@ -185,7 +185,7 @@ def whole_matrices(name):
     "world", [2, *[pytest.param(size, marks=pytest.mark.exhaustive) for size in (1, 4)]]
 )
 def test_optimizers_of_whole_matrices_equal_one_process_at_stage_3(name, world):
-    assert all(run_on_shared_ranks(whole_matrices, world, name))
+    assert all(run_on_shared_ranks(train_whole_matrices, world, name))
 
 
 CREATED_IN_THE_CONSTRUCTOR = [
@@ -211,21 +211,21 @@ def assert_sharded_state(optimizer):
 
 def use_state_from_the_constructor(name):
     folder = case_folder()
-    model, ours, twin, theirs = pair(3, name, initial_accumulator_value=0.5)
+    model, ours, twin, theirs = build_pair(3, name, initial_accumulator_value=0.5)
     assert_sharded_state(ours)
     # torch's function is the first that reads the state.
-    model, ours, *_ = pair(3, name, initial_accumulator_value=0.5)
+    model, ours, *_ = build_pair(3, name, initial_accumulator_value=0.5)
     whole = get_optimizer_state_dict(model.module, ours, options=FULL)
     assert_same_state(whole["state"], get_optimizer_state_dict(twin, theirs)["state"])
     weights, state = get_state_dict(model.module, ours)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
     for method in ("dcp", "sharded", "whole"):
-        other, optimizer, *_ = pair(3, name)
+        other, optimizer, *_ = build_pair(3, name)
         if method == "dcp":
             load_by_torch(folder, other.module, optimizer)
         else:
             optimizer.load_state_dict((ours if method == "sharded" else theirs).state_dict())
-        train(other, optimizer, *reloaded(twin, theirs), mean_square, steps=1)
+        train(other, optimizer, *reload_state(twin, theirs), compute_mean_square, steps=1)
     return True
 
 
@@ -264,7 +264,7 @@ def resume_moments(stage):
     twin = make()
     theirs = Moments(twin.parameters())
     model, ours = shard_moments(make(), stage)
-    train(model, ours, twin, theirs, mean_square)
+    train(model, ours, twin, theirs, compute_mean_square)
     save_checkpoint(folder, model, ours)
     for method in ("checkpoint", "state dict"):
         other, optimizer = shard_moments(make(), stage)
@@ -276,7 +276,7 @@ def resume_moments(stage):
         fresh = copy.deepcopy(twin)
         reference = Moments(fresh.parameters())
         reference.load_state_dict(copy.deepcopy(theirs.state_dict()))
-        train(other, optimizer, fresh, reference, mean_square)
+        train(other, optimizer, fresh, reference, compute_mean_square)
     return True
 
 
@@ -297,12 +297,12 @@ class Scaled(torch.optim.SGD):
 
 
 def pass_scale_by_position():
-    model, _, twin, _ = pair()
+    model, _, twin, _ = build_pair()
     for module in (model, twin):
         optimizer = Scaled(module.parameters(), lr=0.1)
 
         def closure(module=module):
-            loss = mean_square(module, batch(0, 0))
+            loss = compute_mean_square(module, draw_batch(0, 0))
             loss.backward()
             return loss
 

@@ -72,14 +72,14 @@ def test_the_page_of_fsdp2_lists_the_tests_that_differ():
     assert len(reason_of) == sum(theirs) - sum(ours)
 
 
-def outcomes(implementation, world, folder_of_stores):
+def run_tests(implementation, world, folder_of_stores):
     folder = Path(FOLDER, "_composable", "fsdp")
     files = sorted(path.stem for path in folder.glob("test_fully_shard_*.py"))
     arguments = implementation, world, str(folder), files, WANTED, str(folder_of_stores)
-    return run_ranks(judged, world, *arguments, backend="", timeout=3000)
+    return run_ranks(judge_tests, world, *arguments, backend="", timeout=3000)
 
 
-def judged(*arguments):
+def judge_tests(*arguments):
     import torch_oracle
 
     return torch_oracle.run(*arguments)
@@ -92,7 +92,7 @@ def test_torchs_tests_of_fully_shard_pass_on_fsdp(world, tmp_path):
     for implementation in ("torch", "zero"):
         (tmp_path / implementation).mkdir()
     theirs, ours = (
-        outcomes(implementation, world, tmp_path / implementation)
+        run_tests(implementation, world, tmp_path / implementation)
         for implementation in ("torch", "zero")
     )
     passed = [name for name in theirs[0] if not any(rank[name] for rank in theirs)]

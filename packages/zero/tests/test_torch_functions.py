@@ -13,7 +13,7 @@ from worker_pool import run_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 
 from zero.gradients.reductions import PartialGradient
-from zero_training import mean_square, pair
+from zero_training import build_pair, compute_mean_square
 
 #: Values that describe the tensor that this rank stores, or change what a tensor is.
 NOT_COMPARED = {
@@ -47,7 +47,7 @@ ARGUMENTS = {
 }
 
 
-def functions():
+def list_functions():
     """Return the methods of tensors, and the functions of torch that take one tensor or more."""
     named = {}
     for space in (torch.Tensor, torch, torch.linalg, torch.special, F, nn.init):
@@ -61,7 +61,7 @@ def functions():
     return named
 
 
-def outcome(function, value, arguments):
+def get_outcome(function, value, arguments):
     """Return a function's result and its argument afterwards, both in full; None if it fails."""
     torch.manual_seed(0)
     value = value.clone()
@@ -70,16 +70,16 @@ def outcome(function, value, arguments):
         result = function(value, *args, **kwargs)
     except Exception:
         return None
-    return whole(result), whole(value)
+    return get_whole(result), get_whole(value)
 
 
-def whole(value):
+def get_whole(value):
     if isinstance(value, PartialGradient) or (
         type(value).__name__ == "Shard" and hasattr(value, "full_tensor")
     ):
         return value.full_tensor().detach()
     if isinstance(value, list | tuple):
-        return tuple(whole(entry) for entry in value)
+        return tuple(get_whole(entry) for entry in value)
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
@@ -100,10 +100,10 @@ def differ(ours, theirs):
 
 
 def compare(stage):
-    model, _, twin, _ = pair(stage)
+    model, _, twin, _ = build_pair(stage)
     inputs = torch.linspace(-1, 1, 20, dtype=torch.float64).view(4, 5)
     for module in (model, twin):
-        mean_square(module, inputs).backward()
+        compute_mean_square(module, inputs).backward()
     wrong = []
     tested = 0
     ours = list(model.parameters())
@@ -111,14 +111,14 @@ def compare(stage):
     tensors = {"gradient": (ours[0].grad, theirs[0].grad), "vector": (ours[1].grad, theirs[1].grad)}
     with torch.no_grad():
         for label, (part, full) in tensors.items():
-            for name, function in functions().items():
+            for name, function in list_functions().items():
                 if name in COPIES_ELEMENTS:
                     continue
                 for form, arguments in ARGUMENTS.items():
-                    expected = outcome(function, full, arguments)
+                    expected = get_outcome(function, full, arguments)
                     if expected is None:
                         continue
-                    actual = outcome(function, part, arguments)
+                    actual = get_outcome(function, part, arguments)
                     tested += actual is not None
                     if actual is not None and differ(actual, expected):
                         wrong.append((label, name, form))

@@ -22,7 +22,7 @@ DATA = torch.randn(32, 5, generator=torch.Generator().manual_seed(1), dtype=torc
 TOKENS = [torch.arange(start, start + 8) % 40 for start in range(16)]
 
 
-def shard(model, kind, lr):
+def shard_model(model, kind, lr):
     """Return the model, which may be wrapped, and AdamW."""
     if kind == "FSDP":
         model = FSDP(model)
@@ -50,7 +50,7 @@ def train_with_accelerate(kind):
     twin = make()
     theirs = torch.optim.AdamW(twin.parameters(), lr=0.1)
     their_schedule = StepLR(theirs, 1, 0.9)
-    model, ours = shard(make(), kind, 0.1)
+    model, ours = shard_model(make(), kind, 0.1)
     # The model is distributed already, so it is not passed to `prepare`.
     ours, loader, schedule = accelerator.prepare(
         ours, DataLoader(DATA, batch_size=4), StepLR(ours, 1, 0.9)
@@ -75,7 +75,7 @@ def train_with_accelerate(kind):
     return True
 
 
-def gpt2():
+def build_gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -98,8 +98,8 @@ def train_with_trainer(kind, folder):
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
     transformers.logging.set_verbosity_error()
-    twin = gpt2()
-    model, optimizer = shard(gpt2(), kind, 1e-2)
+    twin = build_gpt2()
+    model, optimizer = shard_model(build_gpt2(), kind, 1e-2)
     arguments = TrainingArguments(
         folder,
         use_cpu=True,
@@ -130,7 +130,7 @@ def train_with_trainer(kind, folder):
     return True
 
 
-def as_torchrun(train, *args):
+def call_as_torchrun(train, *args):
     """Call `train` with the environment that torchrun sets, which Accelerate reads."""
     os.environ |= {"LOCAL_RANK": os.environ["RANK"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     return train(*args)
@@ -140,7 +140,7 @@ def as_torchrun(train, *args):
 @pytest.mark.parametrize("kind", KINDS)
 def test_accelerates_loop_trains_as_one_process(kind):
     pytest.importorskip("accelerate", reason="the loop of Accelerate")
-    assert all(run_ranks(as_torchrun, 2, train_with_accelerate, kind))
+    assert all(run_ranks(call_as_torchrun, 2, train_with_accelerate, kind))
 
 
 @pytest.mark.exhaustive
@@ -149,4 +149,4 @@ def test_accelerates_loop_trains_as_one_process(kind):
 def test_trainers_loop_trains_as_one_process(kind, tmp_path):
     for module in ("accelerate", "transformers"):
         pytest.importorskip(module, reason="the loop of transformers' Trainer")
-    assert all(run_ranks(as_torchrun, 2, train_with_trainer, kind, str(tmp_path)))
+    assert all(run_ranks(call_as_torchrun, 2, train_with_trainer, kind, str(tmp_path)))

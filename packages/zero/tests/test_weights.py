@@ -48,19 +48,19 @@ def wrap(model, stage, **options):
     return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
 
 
-def whole(model):
+def gather_state(model):
     if isinstance(model, FSDP):
         return model.gather_full_params() | dict(model.module.named_buffers())
     return model.state_dict()
 
 
-def step(model, optimizer):
+def take_step(model, optimizer):
     model(torch.ones(4, 5) + torch.arange(4)[:, None]).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def same(ours, theirs):
+def are_same(ours, theirs):
     return all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
@@ -81,19 +81,19 @@ def read_torch_checkpoints():
     for form, put in FORMS.items():
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        step(model, optimizer)
+        take_step(model, optimizer)
         options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
         states = get_state_dict(model, optimizer, options=options)
         plain = model.state_dict(), optimizer.state_dict()
         dcp.save(put(*states, plain), checkpoint_id=f"{folder}/{form}")
-        step(model, optimizer)
+        take_step(model, optimizer)
         for stage in STAGES[form]:
             ours, resumed = wrap(make(1), stage, lr=0.1)
             assert load_checkpoint(f"{folder}/{form}", ours, resumed) == {"step": 5}
             assert resumed.param_groups[0]["lr"] == 0.05
-            step(ours, resumed)
+            take_step(ours, resumed)
             for name, value in model.state_dict().items():
-                torch.testing.assert_close(whole(ours)[name], value)
+                torch.testing.assert_close(gather_state(ours)[name], value)
     return True
 
 
@@ -140,19 +140,19 @@ def read_confusing_names(combinations, stages):
         put = FORMS[form]
         model = build(0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        step(model, optimizer)
+        take_step(model, optimizer)
         options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
         states = get_state_dict(model, optimizer, options=options)
         plain = model.state_dict(), optimizer.state_dict()
         path = f"{folder}/{kind}-{form}"
         dcp.save(put(*states, plain), checkpoint_id=path)
-        step(model, optimizer)
+        take_step(model, optimizer)
         for stage in stages:
             ours, resumed = wrap(build(1), stage, lr=0.1)
             assert load_checkpoint(path, ours, resumed) == {"step": 5}
-            step(ours, resumed)
+            take_step(ours, resumed)
             for name, value in model.state_dict().items():
-                torch.testing.assert_close(whole(ours)[name], value)
+                torch.testing.assert_close(gather_state(ours)[name], value)
     return True
 
 
@@ -172,11 +172,11 @@ def test_names_that_resemble_parts_of_a_checkpoint_are_loaded(combinations, stag
     assert all(run_on_shared_ranks(read_confusing_names, 1, combinations, stages))
 
 
-def averages(optimizer):
+def list_averages(optimizer):
     return [optimizer.state[p]["exp_avg"] for g in optimizer.param_groups for p in g["params"]]
 
 
-def numbered(order=(0, 1, 2), seed=0):
+def train_numbered_parameters(order=(0, 1, 2), seed=0):
     """Step parameters whose names are numbers, in another order in the optimizer."""
     torch.manual_seed(seed)
     model = nn.ParameterList([nn.Parameter(torch.randn(2, 2)) for _ in range(3)])
@@ -189,7 +189,7 @@ def numbered(order=(0, 1, 2), seed=0):
 def read_numbers():
     """Load states by numbers as names, numbers as positions, tied names and listed names."""
     folder = case_folder()
-    model, optimizer = numbered((2, 0, 1))
+    model, optimizer = train_numbered_parameters((2, 0, 1))
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=f"{folder}/names")
     # A list that is rebuilt for each entry would make a load quadratic in their number.
@@ -200,20 +200,22 @@ def read_numbers():
     dcp.save(plain, checkpoint_id=f"{folder}/positions")
     save_checkpoint(f"{folder}/ours", model, optimizer)
     for path in ("names", "positions", "ours"):
-        ours, resumed = numbered((2, 0, 1), seed=1)
+        ours, resumed = train_numbered_parameters((2, 0, 1), seed=1)
         resumed.state.clear()
         load_checkpoint(f"{folder}/{path}", ours, resumed)
-        assert same(dict(enumerate(averages(resumed))), dict(enumerate(averages(optimizer))))
+        assert are_same(
+            dict(enumerate(list_averages(resumed))), dict(enumerate(list_averages(optimizer)))
+        )
     # A group that lists names beside its numbers is matched by the names, in any order.
     model = make()
     optimizer = torch.optim.AdamW(model.named_parameters())
-    step(model, optimizer)
+    take_step(model, optimizer)
     plain = {"model": model.state_dict(), "optim": optimizer.state_dict()}
     dcp.save(plain, checkpoint_id=f"{folder}/listed")
     ours = make(1)
     resumed = torch.optim.AdamW(list(ours.parameters())[::-1])
     load_checkpoint(f"{folder}/listed", ours, resumed)
-    for a, b in zip(averages(optimizer), averages(resumed)[::-1], strict=True):
+    for a, b in zip(list_averages(optimizer), list_averages(resumed)[::-1], strict=True):
         torch.testing.assert_close(a, b)
     # The names are those of a wrapper.
     wrapper = nn.Module()
@@ -224,7 +226,7 @@ def read_numbers():
     dcp.save(plain, checkpoint_id=f"{folder}/wrapped")
     resumed = torch.optim.AdamW(ours.parameters())
     load_checkpoint(f"{folder}/wrapped", ours, resumed)
-    for a, b in zip(averages(optimizer), averages(resumed), strict=True):
+    for a, b in zip(list_averages(optimizer), list_averages(resumed), strict=True):
         torch.testing.assert_close(a, b)
     # The state of a tied tensor under its second name.
     tied = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
@@ -235,7 +237,7 @@ def read_numbers():
     dcp.save({"model": tied.state_dict(), "optim": optim}, checkpoint_id=f"{folder}/tied")
     resumed = torch.optim.AdamW(tied.parameters())
     load_checkpoint(f"{folder}/tied", tied, resumed)
-    assert torch.equal(averages(resumed)[0], average)
+    assert torch.equal(list_averages(resumed)[0], average)
     assert resumed.param_groups[0]["lr"] == 0.5
     return True
 
@@ -249,7 +251,7 @@ def refuse_uncertain_states():
     folder = case_folder()
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    step(model, optimizer)
+    take_step(model, optimizer)
     states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
 
     def load(content, name, **options):
@@ -269,7 +271,7 @@ def refuse_uncertain_states():
         load({**states, "optim": mixed}, "left-out", strict=False)
     two = torch.optim.AdamW([{"params": list(model.parameters())[:2]},
                              {"params": list(model.parameters())[2:], "lr": 0.5}])  # fmt: skip
-    step(model, two)
+    take_step(model, two)
     flat = get_state_dict(model, two, options=StateDictOptions(flatten_optimizer_state_dict=True))
     with pytest.raises(RuntimeError, match="different options in the checkpoint"):
         load(dict(zip(("model", "optim"), flat, strict=True)), "grouped")
@@ -281,7 +283,7 @@ def load_into_other_groups():
     folder = case_folder()
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.05), foreach=False)
-    step(model, optimizer)
+    take_step(model, optimizer)
     save_checkpoint(folder, model, optimizer)
     parameters = list(model.parameters())
     groups = [{"params": parameters[2:]}, {"params": parameters[:2]}]
@@ -304,7 +306,7 @@ def test_states_that_cannot_be_matched_are_refused():
     assert all(run_on_shared_ranks(refuse_uncertain_states, 1))
 
 
-def two_models():
+def load_one_of_two_models():
     """Load a file in which two prefixes fit by `prefix=`, and one with a single prefix."""
     folder = case_folder()
     state = make().state_dict()
@@ -314,9 +316,9 @@ def two_models():
     with pytest.raises(RuntimeError, match=r"got 'ema\.' and 'live\.': pass prefix="):
         load_checkpoint(f"{folder}/two", model)
     load_checkpoint(f"{folder}/two", model, prefix="ema.")
-    assert same(model.state_dict(), state)
+    assert are_same(model.state_dict(), state)
     load_checkpoint(f"{folder}/usual", model)
-    assert same(model.state_dict(), make(1).state_dict())
+    assert are_same(model.state_dict(), make(1).state_dict())
     longer = nn.Sequential(*make(2), nn.Linear(3, 2))
     with pytest.raises(RuntimeError, match=r"3\.bias and 1 more is in the model, not in the che"):
         load_checkpoint(f"{folder}/usual", longer)
@@ -329,7 +331,7 @@ def two_models():
         "3.bias, 3.weight: in the model, not in the checkpoint",
         "2.bias, 2.weight: in the checkpoint only",
     ]
-    assert same(longer.state_dict(), make(1).state_dict())
+    assert are_same(longer.state_dict(), make(1).state_dict())
     with pytest.raises(RuntimeError, match="has no optimizer"):
         load_checkpoint(f"{folder}/usual", *wrap(make(), 1, lr=0.1))
     save_checkpoint(f"{folder}/model", make(1))
@@ -337,17 +339,17 @@ def two_models():
     save_file(make(1).state_dict(), f"{folder}/weights/model.safetensors")
     for name in ("usual", "model", "weights"):
         model, optimizer = wrap(make(2), 1, lr=0.1)
-        step(model, optimizer)
+        take_step(model, optimizer)
         steps = [state["step"].clone() for state in optimizer.inner.state.values()]
         with pytest.warns(UserWarning, match="has no optimizer, so its state is unchanged"):
             load_checkpoint(f"{folder}/{name}", model, optimizer, strict=False)
-        assert same(whole(model), make(1).state_dict())
+        assert are_same(gather_state(model), make(1).state_dict())
         assert [state["step"] for state in optimizer.inner.state.values()] == steps
     return True
 
 
 def test_prefixes_are_found_and_mismatches_are_reported():
-    assert all(run_on_shared_ranks(two_models, 1))
+    assert all(run_on_shared_ranks(load_one_of_two_models, 1))
 
 
 def choose_between_prefixes():
@@ -380,7 +382,7 @@ def choose_between_prefixes():
     # A part of the model has the same names as the model.
     outer = Wrapped("0", nn.Sequential(nn.Linear(5, 3)))
     whole = load({"net": outer.state_dict()}, Wrapped("0", nn.Sequential(nn.Linear(5, 3))))
-    assert same(whole.state_dict(), outer.state_dict())
+    assert are_same(whole.state_dict(), outer.state_dict())
     both = Wrapped("head", nn.Identity())
     both.register_parameter("weight", nn.Parameter(torch.zeros(2, 3)))
     with pytest.raises(RuntimeError, match="pass prefix="):
@@ -392,7 +394,7 @@ def test_a_prefix_is_inferred_only_if_no_other_can_be_meant():
     assert all(run_on_shared_ranks(choose_between_prefixes, 1))
 
 
-def torch_files():
+def load_torch_files():
     """Files of torch.save are refused with the call that loads them, which works at stage 3."""
     folder = case_folder()
     file = Path(folder, "weights.pt")
@@ -407,11 +409,11 @@ def torch_files():
             load_checkpoint(path, make(1))
     model = FSDP(make(1))
     model.module.load_state_dict(torch.load(link, mmap=True))
-    return same(whole(model), make().state_dict())
+    return are_same(gather_state(model), make().state_dict())
 
 
 def test_torchs_files_of_weights_are_refused():
-    assert all(run_on_shared_ranks(torch_files, 1))
+    assert all(run_on_shared_ranks(load_torch_files, 1))
 
 
 def read_back(stage):
@@ -427,7 +429,7 @@ def read_back(stage):
     else:
         model = make(1)
     load_checkpoint(folder, model)
-    return same(whole(model), make().state_dict())
+    return are_same(gather_state(model), make().state_dict())
 
 
 def write_two_files(folder):
@@ -492,7 +494,7 @@ def test_damaged_safetensors_are_named():
         assert "model.safetensors is damaged" in message
 
 
-def half():
+def load_as_bfloat16():
     file = Path(case_folder(), "half.safetensors")
     if dist.get_rank() == 0:
         save_file(make().bfloat16().state_dict(), file)
@@ -506,7 +508,7 @@ def half():
 
 
 def test_half_precision_is_loaded_in_the_models_dtype():
-    assert all(run_on_shared_ranks(half, 2))
+    assert all(run_on_shared_ranks(load_as_bfloat16, 2))
 
 
 def refuse_other_formats():
@@ -551,7 +553,7 @@ class Buffers(nn.Module):
             self.register_buffer(f"buffer_{dtype}".replace(".", "_"), values.view(dtype))
 
 
-def every_dtype():
+def exchange_every_dtype():
     """Exchange tensors of every dtype with the format's reference implementation."""
     folder = case_folder()
     import safetensors.torch
@@ -588,10 +590,10 @@ def every_dtype():
 
 def test_every_dtype_of_safetensors_is_loaded_or_refused():
     pytest.importorskip("safetensors")
-    assert all(run_on_shared_ranks(every_dtype, 2))
+    assert all(run_on_shared_ranks(exchange_every_dtype, 2))
 
 
-def peak_of_loading(path, features):
+def measure_loading_peak(path, features):
     """Return the peak of memory while weights are loaded, above the memory before."""
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(features, features, bias=False) for _ in range(8)])
@@ -612,11 +614,11 @@ def test_loading_needs_no_more_than_a_shard_and_a_tensor(tmp_path):
     features = 1024
     tensors = {f"{i}.weight": torch.randn(features, features).half() for i in range(8)}
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
-    for more in run_ranks(peak_of_loading, 2, str(tmp_path), features, timeout=DEADLINE):
+    for more in run_ranks(measure_loading_peak, 2, str(tmp_path), features, timeout=DEADLINE):
         assert more <= features**2 * 4 + (1 << 24)
 
 
-def hugging_face(path):
+def load_hugging_face_file(path):
     transformers = pytest.importorskip("transformers", reason="transformers' own checkpoints")
     config = transformers.LlamaConfig(
         hidden_size=24,
@@ -637,13 +639,13 @@ def hugging_face(path):
     if dist.get_rank() == 0:
         ours.module.save_pretrained(f"{path}/ours", state_dict=whole)
         reloaded = transformers.LlamaForCausalLM.from_pretrained(f"{path}/ours")
-        assert same(reloaded.state_dict(), model.state_dict())
+        assert are_same(reloaded.state_dict(), model.state_dict())
     return True
 
 
 @pytest.mark.exhaustive
 def test_transformers_checkpoints_are_loaded_and_saved(tmp_path):
-    assert all(run_ranks(hugging_face, 2, str(tmp_path), timeout=DEADLINE))
+    assert all(run_ranks(load_hugging_face_file, 2, str(tmp_path), timeout=DEADLINE))
 
 
 def die_after_the_rename(path):
@@ -667,7 +669,7 @@ def test_survivors_of_a_death_after_the_rename_report_the_save(tmp_path):
 def load_it(path):
     model = make(1)
     load_checkpoint(path, model)
-    return same(model.state_dict(), make().state_dict())
+    return are_same(model.state_dict(), make().state_dict())
 
 
 class Counter(nn.Module):
@@ -685,7 +687,7 @@ class Counter(nn.Module):
         self.state = state
 
 
-def counters(*states):
+def build_counters(*states):
     model = nn.Sequential(*map(Counter, states))
     model[0] = torch.compile(model[0], backend="eager")
     return model
@@ -695,28 +697,28 @@ def exchange_module_states():
     """Save and load states of modules: tensors, NaN, and nested values, under compiled names."""
     saved = [torch.tensor([3.0, torch.nan]), {"steps": 7, "scales": [torch.ones(2), 0.5]}, 5]
     path = case_folder()
-    model = counters(*saved)
+    model = build_counters(*saved)
     model[2].layer.weight = model[1].layer.weight
     model[1].layer.weight.data[0, 0] = torch.nan
     save_checkpoint(f"{path}/own", model)
     state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
     dcp.save({"model": state}, checkpoint_id=f"{path}/torch")
-    tensors = counters(torch.zeros(2))
+    tensors = build_counters(torch.zeros(2))
     save_file({"0._extra_state": saved[0], "0.layer.weight": torch.ones(2, 2)}, f"{path}/file")
     with pytest.warns(UserWarning, match=r"0\.layer\.bias: in the model, not in the checkpoint"):
         load_checkpoint(f"{path}/file", tensors, strict=False)
     assert repr(tensors[0].state) == repr(saved[0])
-    other = FSDP(counters(torch.zeros(2), {}, 0))
+    other = FSDP(build_counters(torch.zeros(2), {}, 0))
     assert not load_checkpoint(f"{path}/own", other)
     assert repr([module.state for module in unwrap(other)]) == repr(saved)
     with pytest.raises(RuntimeError, match=r"0\._extra_state and . more is in the checkpoint"):
         load_checkpoint(f"{path}/own", nn.Sequential(*(Plain() for _ in range(3))))
     # Only states that are tensors are loaded from folders of other programs.
     with pytest.raises(RuntimeError, match=r"1\._extra_state and . more is in the model, not in"):
-        load_checkpoint(f"{path}/torch", counters(0, 0, 0))
+        load_checkpoint(f"{path}/torch", build_counters(0, 0, 0))
     save_checkpoint(f"{path}/none", nn.Sequential(Plain()))
     with pytest.raises(RuntimeError, match=r"0\._extra_state is in the model, not in the"):
-        load_checkpoint(f"{path}/none", counters(0))
+        load_checkpoint(f"{path}/none", build_counters(0))
     return True
 
 
@@ -730,7 +732,7 @@ def test_states_of_modules_are_exchanged_or_reported_as_missing():
     assert all(run_on_shared_ranks(exchange_module_states, 2))
 
 
-def strided():
+def save_strided_tensors():
     """Save and load parameters and buffers that are not contiguous."""
     path = case_folder()
     models = []
@@ -741,8 +743,8 @@ def strided():
         models.append(model)
     save_checkpoint(path, models[0])
     load_checkpoint(path, models[1])
-    return same(models[1].state_dict(), models[0].state_dict())
+    return are_same(models[1].state_dict(), models[0].state_dict())
 
 
 def test_non_contiguous_tensors_are_saved_and_loaded():
-    assert all(run_on_shared_ranks(strided, 1))
+    assert all(run_on_shared_ranks(save_strided_tensors, 1))

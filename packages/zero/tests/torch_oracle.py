@@ -52,11 +52,11 @@ class OnCPU(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in (torch.Tensor.cuda, nn.Module.cuda):
             return args[0]
-        args = [cpu(arg) for arg in args]
-        return func(*args, **{key: cpu(value) for key, value in (kwargs or {}).items()})
+        args = [use_cpu(arg) for arg in args]
+        return func(*args, **{key: use_cpu(value) for key, value in (kwargs or {}).items()})
 
 
-def cpu(value):
+def use_cpu(value):
     name = value.type if isinstance(value, torch.device) else value
     return "cpu" if isinstance(name, str) and name.startswith("cuda") else value
 
@@ -179,7 +179,7 @@ def run(who, world, folder, files, wanted, folder_of_store):
                 if test_case.world_size != world:
                     continue
                 full = f"{file.removeprefix('test_fully_shard_')}: {name.removeprefix('test_')}"
-                failures[full] = outcome(
+                failures[full] = get_outcome(
                     test_case, name, rank, world, f"{folder_of_store}/{case.__name__}-{name}"
                 )
                 if os.environ.get("ORACLE_TALKS"):
@@ -187,7 +187,7 @@ def run(who, world, folder, files, wanted, folder_of_store):
     return failures
 
 
-def outcome(case, name, rank, world, folder_of_store):
+def get_outcome(case, name, rank, world, folder_of_store):
     try:
         with group_of(world, rank, folder_of_store), OnCPU():
             torch.manual_seed(0)

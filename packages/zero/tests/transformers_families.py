@@ -56,7 +56,7 @@ def build(name, dtype=torch.float64):
     return model.to(dtype).eval()
 
 
-def masks_of(name, tokens):
+def build_masks(name, tokens):
     """Return masks with which transformers reads no values, which the meta device does not have."""
     if name == "mamba":
         return {}
@@ -69,7 +69,7 @@ def masks_of(name, tokens):
     return {"attention_mask": seen, "decoder_attention_mask": seen + later}
 
 
-def loss_of(name):
+def build_loss(name):
     """Return the loss of a family's model on random inputs, which become tokens or pixels."""
 
     def loss(model, inputs):
@@ -77,6 +77,6 @@ def loss_of(name):
             pixels = inputs.new_zeros(2, 3, 8, 8) + inputs.mean()
             return model(pixel_values=pixels).logits.square().mean()
         tokens = (inputs * 100).long().abs() % 40
-        return model(input_ids=tokens, labels=tokens, **masks_of(name, tokens)).loss
+        return model(input_ids=tokens, labels=tokens, **build_masks(name, tokens)).loss
 
     return loss

@@ -14,12 +14,12 @@ def make(seed=0):
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3)).double()
 
 
-def batch(step, rank):
+def draw_batch(step, rank):
     generator = torch.Generator().manual_seed(100 * step + rank)
     return torch.randn(4, 5, generator=generator, dtype=torch.float64)
 
 
-def pair(stage=3, name="AdamW", *, build=make, group=None, lr=0.1, **options):
+def build_pair(stage=3, name="AdamW", *, build=make, group=None, lr=0.1, **options):
     """Return a sharded model and its optimizer, and those of one process."""
     model, twin = build(), build()
     fsdp_options = ("reshard_after_forward", "prefetch", "shard")
@@ -44,9 +44,9 @@ def train(model, ours, twin, theirs, loss, steps=2, clip=None):
     """Train both on the same batches, and compare them."""
     world = dist.get_world_size()
     for number in range(steps):
-        loss(model, batch(number, dist.get_rank())).backward()
+        loss(model, draw_batch(number, dist.get_rank())).backward()
         for rank in range(world):
-            (loss(twin, batch(number, rank)) / world).backward()
+            (loss(twin, draw_batch(number, rank)) / world).backward()
         for module, optimizer in ((model, ours), (twin, theirs)):
             if clip:
                 nn.utils.clip_grad_norm_(module.parameters(), clip)
@@ -55,7 +55,7 @@ def train(model, ours, twin, theirs, loss, steps=2, clip=None):
     return assert_alike(model, twin)
 
 
-def mean_square(model, inputs):
+def compute_mean_square(model, inputs):
     return model(inputs).square().mean()
 
 
