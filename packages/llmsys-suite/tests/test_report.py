@@ -165,7 +165,8 @@ def measure_layout(folder, scratch, widths, dark):
     scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
     done = subprocess.run(
         [find_browser(), "--headless", "--no-sandbox", "--disable-gpu", *scheme,
-         "--hide-scrollbars", f"--user-data-dir={scratch}/profile", f"--window-size={max(widths)},900", "--dump-dom",
+         "--hide-scrollbars", f"--user-data-dir={scratch}/profile",
+         f"--window-size={max(widths)},900", "--dump-dom",
          str(driven)], capture_output=True, text=True, timeout=90, check=True,
     )  # fmt: skip
     return json.loads(html.unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout)[1]))
