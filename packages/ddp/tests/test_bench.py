@@ -15,14 +15,14 @@ from worker_pool import run_ranks
 MIB = 2**20
 
 
-def build_tiny(device: torch.device):
+def tiny(device: torch.device):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     x = torch.randn(2, 64)
     return model, lambda wrapped: wrapped(x).square().mean()
 
 
-def allocate_shared(numel: int, *, dtype: torch.dtype, group) -> torch.Tensor:
+def shared_alike(numel: int, *, dtype: torch.dtype, group) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype)
 
 

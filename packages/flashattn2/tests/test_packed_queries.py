@@ -6,7 +6,7 @@ from flashattn2 import attention_reference, flash_attention_with_kvcache
 from flashattn2.backends import tiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_decode import paged
+from test_decode import shuffle_into_pages
 
 
 def compute_reference(q, k, v, bounds, lengths, **options):
@@ -34,9 +34,9 @@ def check(backend, heads, sequences, page_size, dims, dtype, tolerance, **option
     table = None
     if page_size:
         torch.manual_seed(1)
-        k, table = paged(k, page_size)
+        k, table = shuffle_into_pages(k, page_size)
         torch.manual_seed(1)
-        v, _ = paged(v, page_size)
+        v, _ = shuffle_into_pages(v, page_size)
     out, lse = flash_attention_with_kvcache(
         q,
         k,

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts im
 from paramserver import Asynchronous, Server, Worker, run
 from paramserver.journal.disk_journal import DiskJournal
 from paramserver_training import SGD, build_model, train
-from test_journal import state_of
+from test_journal import get_state
 
 # A separate mount namespace, as root or in a user namespace.
 UNSHARE = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--map-root-user"])]
@@ -84,7 +84,7 @@ def journal(folder):
     subprocess.run(["mount", "-o", "remount,size=8m", folder], check=True)
     worker = push(server, 5)
     assert worker.pushes == server.version
-    assert state_of(served(folder)[0]) == state_of(server)
+    assert get_state(served(folder)[0]) == get_state(server)
 
 
 if __name__ == "__main__":

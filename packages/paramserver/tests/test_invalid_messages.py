@@ -33,7 +33,7 @@ from paramserver.running.serving import answer_requests
 from paramserver.running.supervise import join_servers, open_server, read_final_state
 from paramserver.transport.distributed import DistributedChannel
 from paramserver.transport.shared_memory import create_channel_pairs
-from test_zeromq import UNIT_SGD, Vector, count, resident_bytes
+from test_zeromq import UNIT_SGD, Vector, count, read_resident_bytes
 
 zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
 
@@ -365,7 +365,7 @@ def test_a_server_does_not_grow_with_mutated_messages(policy, tries, tmp_path):
                 change_to_unknown_sender(chance, frames)
             player.receive(frames)
         gc.collect()
-        sizes.append((stop, tracemalloc.get_traced_memory()[0], resident_bytes()))
+        sizes.append((stop, tracemalloc.get_traced_memory()[0], read_resident_bytes()))
     tracemalloc.stop()
     (_, traced, resident), (_, traced_later, resident_later) = sizes
     assert traced_later - traced < 2**18

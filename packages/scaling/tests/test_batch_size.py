@@ -173,7 +173,7 @@ RATES, SIZES = np.geomspace(1e-3, 10, 25), (1, 4, 16, 64, 256)
 def test_any_function_is_a_task():
     sweep = sweep_learning_rate(compute_quadratic, rates=RATES, batch_sizes=SIZES, seeds=4)
     np.testing.assert_allclose(sweep.best_rates, 0.1 * np.sqrt(SIZES), rtol=0.15)
-    assert sweep.task == "quadratic"
+    assert sweep.task == "compute_quadratic"
     assert sweep.runs == 25 * 5 * 4
     assert all(b in i for b, i in zip(sweep.best_rates, sweep.intervals, strict=True))
     with pytest.raises(ValueError, match="expected rates and batch_sizes with a function"):
