@@ -50,7 +50,7 @@ def choose_pairs(options):
 
 
 def list_cases_of_pairs(options):
-    """Return the cases of `pairwise`; the usual tests run those with a new value of an option."""
+    """Return the cases of `choose_pairs`; the usual tests run those with a new value."""
     seen = set()
     cases = []
     for case in choose_pairs(options):

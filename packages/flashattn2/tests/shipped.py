@@ -1,6 +1,6 @@
 """The kernels to compile for a GPU: their tiles and compile-time options.
 
-The function `exhaustive` returns all of them, and `sample` a part for ordinary tests.
+The function `iter_exhaustive` returns all of them, and `sample` a part for ordinary tests.
 """
 
 import itertools
@@ -34,7 +34,7 @@ OPTIONS = (
 )
 KERNELS = ("forward", "dq", "dkdv")
 # Head dim, architecture, options and kernels that ordinary tests compile, which takes seconds each.
-# Without TF32, these tests compile `sizes_of_one`.
+# Without TF32, these tests compile `iter_sizes_of_one`.
 SAMPLE = {
     ("tma", "half"): (64, 90, {}, KERNELS),
     ("hopper", "half"): (64, 90, PACKED, ("dkdv",)),
@@ -43,8 +43,8 @@ SAMPLE = {
 }
 
 
-def list_exhaustive():
-    """Return each tile with each of `OPTIONS`, on the architectures that it serves."""
+def iter_exhaustive():
+    """Yield each tile with each of `OPTIONS`, on the architectures that it serves."""
     for key, tiles in configs.TILES.items():
         for block_d in tiles:
             for options in OPTIONS:
@@ -64,8 +64,8 @@ def sample():
             )
 
 
-def list_sizes_of_one():
-    """Return launches whose sizes are all 1, such as one head or one row, with small tiles.
+def iter_sizes_of_one():
+    """Yield launches whose sizes are all 1, such as one head or one row, with small tiles.
 
     Triton compiles these sizes as constants.
     """

@@ -76,11 +76,11 @@ BACK_SAMPLE = [{**SAMPLE[0], "deterministic": False}]
 def facts(request):
     """Return the facts of all kernels, compiled by one process, or by two if there are many."""
     if request.param == "sample":
-        tiles = [*shipped.sample(), REPEATS_PRODUCTS, *shipped.list_sizes_of_one()]
+        tiles = [*shipped.sample(), REPEATS_PRODUCTS, *shipped.iter_sizes_of_one()]
         gluon = SAMPLE + BACK_SAMPLE
         every = compiled({"tiles": tiles, "decoding": False, "gluon": gluon})
     else:
-        tiles = [*shipped.list_exhaustive(), REPEATS_PRODUCTS, *shipped.list_sizes_of_one()]
+        tiles = [*shipped.iter_exhaustive(), REPEATS_PRODUCTS, *shipped.iter_sizes_of_one()]
         gluon = ALL + BACK
         halves = {"tiles": tiles[::2], "decoding": True}, {"tiles": tiles[1::2], "gluon": gluon}
         with ThreadPoolExecutor(2) as pool:

@@ -246,8 +246,8 @@ def test_interrupt_of_a_run_from_python_is_not_a_failure_of_the_run(tmp_path, mo
         start.run(RunConfig(out=tmp_path / "run"))
 
 
-def start_long_training(out):
-    """Return a run of `train` that takes longer than any test."""
+def make_long_config(out):
+    """Return the configuration of a run of `train` that takes longer than any test."""
     return RunConfig(
         stages=("plan", "train"), size="mini", rows=2, context=16, steps=10**6, out=out
     )
@@ -271,7 +271,7 @@ def call_when_measured(out, action):
 def test_deleted_folder_ends_every_rank(tmp_path):
     out = tmp_path / "run"
     times = call_when_measured(out, lambda: shutil.rmtree(out))
-    statuses, messages = launch_ranks(tmp_path, start_long_training(out))
+    statuses, messages = launch_ranks(tmp_path, make_long_config(out))
     assert statuses == [1, 1]
     assert "FileNotFoundError" in messages or "was deleted" in messages
     assert len(times) == 1
@@ -312,7 +312,7 @@ def test_full_disk_ends_every_rank(tmp_path):
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("this kernel or its permissions do not allow mounting a tmpfs")
     try:
-        statuses, messages = launch_ranks(tmp_path, start_long_training(disk / "run"))
+        statuses, messages = launch_ranks(tmp_path, make_long_config(disk / "run"))
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
     assert statuses == [1, 1]

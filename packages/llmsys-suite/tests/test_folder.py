@@ -114,7 +114,7 @@ def test_a_finished_folder_opens_as_it_was_written(finished):
 @pytest.mark.parametrize("name", ["samples.jsonl", "summary.json", "config.json", "env.json"])
 def test_an_edited_file_is_named(finished, name):
     path = finished.path / name
-    path.write_text(path.read_text().replace("1", "2", 1) + " ")
+    path.write_text(path.read_text() + " ")
     with pytest.raises(UsageError, match=rf"{name} was changed"):
         RunFolder.open(finished.path)
 
@@ -137,6 +137,9 @@ def test_a_file_of_another_run_is_refused_and_notes_are_not(finished, name):
 @pytest.mark.parametrize("content", [[], {}, {"format": 1, "status": "complete", "stages": {}}])
 def test_a_folder_of_another_version_is_refused(folder, content):
     folder.write_json("summary.json", content)
+    with pytest.raises(UsageError, match=r"expected a run folder of format .*; repeat the run"):
+        RunFolder.open(folder.path)
+    folder.write_json("manifest.json", {"format": 1, "files": {}})
     with pytest.raises(UsageError, match=r"expected a run folder of format .*; repeat the run"):
         RunFolder.open(folder.path)
 

@@ -56,7 +56,7 @@ def test_a_stage_that_one_rank_works_at_may_outlast_the_timeout_of_collectives()
     assert run_ranks(gather_with_a_slow_rank, 2, backend="") == [[0, 1], [0, 1]]
 
 
-def read_different_texts():
+def refuse_different_texts():
     run = join_run()
     worker.require_same_text(run, "the same")
     with pytest.raises(UsageError, match=r"rank 1 on .* reads another text than rank 0 on"):
@@ -64,7 +64,7 @@ def read_different_texts():
 
 
 def test_ranks_that_read_different_texts_are_refused():
-    run_ranks(read_different_texts, 2, backend="")
+    run_ranks(refuse_different_texts, 2, backend="")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])

@@ -1,4 +1,4 @@
-"""Journals continue with another number of servers, and a lost one is refused at once."""
+"""Journals continue with another number of servers, and workers are refused if one is lost."""
 
 import copy
 import shutil
@@ -244,6 +244,6 @@ def test_servers_are_not_touched_if_one_has_lost_its_journal(tmp_path, number, s
     fleet.close()
     shutil.rmtree(tmp_path / "state" / f"server-{number}")  # not visible to the other servers
     before = read_files(tmp_path / "state")
-    with pytest.raises(RuntimeError, match=r"(a journal was lost|its journal was restored)"):
+    with pytest.raises(RuntimeError, match=r"(a|its) journal was lost"):
         Fleet(job, tmp_path / "state")
     assert {path: read_files(tmp_path / "state")[path] for path in before} == before

@@ -18,7 +18,7 @@ FEWEST, MOST = 21, 301
 ERRORS = 3
 
 
-def measure_float_over(ours, linear, x, claim, products=10**8, clock=time.perf_counter):
+def measure_float_ratio(ours, linear, x, claim, products=10**8, clock=time.perf_counter):
     """Return the median time of `linear` over that of `ours`, both modules of one layer.
 
     It is 1 if "auto" left the layer as it was. Rounds end when the interval of the median excludes

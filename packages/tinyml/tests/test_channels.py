@@ -496,7 +496,7 @@ def test_the_hidden_channels_of_a_transformer_go_and_its_residual_stays():
     torch.testing.assert_close(small(tokens), masked(tokens), rtol=1e-12, atol=1e-12)
 
 
-def kill_units(layers, *, units=slice(None, None, 2)):
+def zero_units(layers, *, units=slice(None, None, 2)):
     """Make every second unit of `layers[0]`, or of the norm after it, always zero."""
     with torch.no_grad():
         for layer in layers:
@@ -575,7 +575,7 @@ def test_units_that_are_always_zero_go_first_and_change_nothing(name, batch):
     torch.manual_seed(0)
     make, layers, size, writer = DEAD[name]
     model = make().eval()
-    units = kill_units(layers(model))
+    units = zero_units(layers(model))
     with torch.no_grad():  # what reads the dead units is large, what reads the others small
         for layer in model.modules():
             if isinstance(layer, nn.Linear | nn.Conv2d) and layer not in layers(model):
@@ -607,7 +607,7 @@ def test_units_that_the_example_does_not_excite_are_not_dead():
     with torch.no_grad():
         model[0].weight.abs_()
         model[0].bias.zero_()
-        kill_units([model[0]], units=slice(3))
+        zero_units([model[0]], units=slice(3))
     small = prune_channels(model, 4 / 8, -torch.ones(1, 4))  # no unit with a weight is positive
     exact = copy.deepcopy(model)
     exact[2].weight.data[:, 3:][:, model[2].weight[:, 3:].norm(dim=0).argmin()] = 0

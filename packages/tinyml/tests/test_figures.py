@@ -16,7 +16,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from float_ratio import measure_float_over
+from float_ratio import measure_float_ratio
 
 pytestmark = pytest.mark.timing
 
@@ -79,7 +79,7 @@ def test_auto_is_about_as_fast_as_float(bits, tokens):
     model = build_layer()
     ours, x = quantize(model, bits, activations="auto"), torch.randn(tokens, 1024)
     figure = f"tinyml: float over auto, {bits} bits, {tokens} tokens"
-    assert_at_least(figure, 0.96, measure_float_over(ours, model, x, 0.96), margin=0)
+    assert_at_least(figure, 0.96, measure_float_ratio(ours, model, x, 0.96), margin=0)
 
 
 @pytest.mark.parametrize("activations", ["dynamic", "auto"])

@@ -31,7 +31,7 @@ def build_mlp(dtype=torch.float32):
     return nn.Sequential(nn.Linear(48, 32), nn.Tanh(), nn.Linear(32, 16)).to(dtype)
 
 
-def train_adapters(model):
+def randomize_adapters(model):
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data.normal_()
@@ -75,7 +75,7 @@ def test_the_bytes_of_a_rank():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_unmerge_restores_every_bit(dtype):
-    model = train_adapters(add_lora(build_mlp(dtype), 8))
+    model = randomize_adapters(add_lora(build_mlp(dtype), 8))
     before = [layer.base.weight.clone() for layer in (model[0], model[2])]
     merge(model)
     assert model[0].merged
@@ -87,7 +87,7 @@ def test_unmerge_restores_every_bit(dtype):
 
 
 def test_merged_and_unmerged_agree():
-    layer = train_adapters(LoRA(nn.Linear(12, 9), 3, alpha=6).double())
+    layer = randomize_adapters(LoRA(nn.Linear(12, 9), 3, alpha=6).double())
     inputs = torch.randn(5, 12).double()
     apart, weight = layer(inputs), layer.weight
     layer.merge()
@@ -144,7 +144,7 @@ def test_bad_requests_say_what_to_ask_for():
 
 def build_adapted(alpha=None, seed=0):
     torch.manual_seed(seed)
-    return train_adapters(add_lora(build_mlp(), 4, alpha=alpha))
+    return randomize_adapters(add_lora(build_mlp(), 4, alpha=alpha))
 
 
 def test_state_dicts_of_merged_adapters_are_refused():
@@ -164,7 +164,7 @@ def test_merging_changes_no_weight_that_is_shared():
     embed, head = nn.Embedding(12, 9), nn.Linear(9, 12, bias=False)
     head.weight = embed.weight
     model, tokens = nn.Sequential(embed, head), torch.arange(12)
-    train_adapters(add_lora(model, 3))
+    randomize_adapters(add_lora(model, 3))
     before, apart = embed.weight.clone(), model(tokens)
     torch.testing.assert_close(merge(model)(tokens), apart)
     assert embed.weight is not head.weight
@@ -290,7 +290,7 @@ def test_lora_in_transformer_encoder_layer_trains_and_merges():
 def test_what_is_merged_is_compressed_as_one_weight(tmp_path):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
-    model, inputs = train_adapters(add_lora(copy.deepcopy(plain), 2)), torch.randn(40, 32)
+    model, inputs = randomize_adapters(add_lora(copy.deepcopy(plain), 2)), torch.randn(40, 32)
     exact = merge(model)(inputs).detach()
     for compress in (
         lambda m: quantize(m, 8),
@@ -439,7 +439,7 @@ def test_a_layer_whose_outputs_are_not_those_of_its_weight_is_refused(layer):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_subclass_that_computes_the_same_outputs_is_adapted(dtype):
-    model = train_adapters(add_lora(nn.Sequential(Cast(8, 6)).to(dtype), 2))
+    model = randomize_adapters(add_lora(nn.Sequential(Cast(8, 6)).to(dtype), 2))
     inputs = torch.randn(5, 8, dtype=dtype)
     before = model(inputs)
     close = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {}
@@ -447,7 +447,7 @@ def test_a_subclass_that_computes_the_same_outputs_is_adapted(dtype):
 
 
 def test_adapters_of_layers_with_hooks_that_change_the_function_are_not_merged():
-    model = train_adapters(add_lora(build_mlp(), 2))
+    model = randomize_adapters(add_lora(build_mlp(), 2))
     inputs = torch.randn(5, 48)
     before = model(inputs)
     handle = model[2].base.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],))
@@ -462,7 +462,7 @@ def test_adapters_of_layers_with_hooks_that_change_the_function_are_not_merged()
 
 
 def test_changed_factors_are_noticed_in_inference_mode():
-    model = train_adapters(add_lora(nn.Sequential(nn.Linear(8, 8)), 2))
+    model = randomize_adapters(add_lora(nn.Sequential(nn.Linear(8, 8)), 2))
     with torch.inference_mode():
         inputs = torch.randn(3, 8).double()
         merge(model.double())(inputs)

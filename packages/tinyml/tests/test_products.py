@@ -315,8 +315,9 @@ def test_prepared_weights_may_be_discarded_by_another_thread():
 def test_an_error_of_the_float_implementation_is_raised():
     model = quantize(nn.Sequential(nn.Linear(64, 32)), 8, activations="dynamic")
     model[0].reference = "float"
-    with pytest.raises(RuntimeError, match="shape"):
-        model(torch.randn(4, 32))
+    for tokens in (4, 1):
+        with pytest.raises(RuntimeError, match="shape"):
+            model(torch.randn(tokens, 32))
 
 
 def test_a_replaced_layer_keeps_its_mode():

@@ -155,7 +155,7 @@ MODELS = [
 ]  # fmt: skip
 
 
-def remove_small_heads(model):
+def zero_readers_of_small_heads(model):
     """Return the dense model in which nothing reads heads 1 and 3."""
     zeroed = copy.deepcopy(model)
     zeroed.out.weight.data.view(7, HEADS, -1)[:, 1::2] = 0
@@ -186,7 +186,7 @@ def test_other_numbers_that_equal_the_number_of_heads_stay(kind, example):
     small = prune_channels(model, 0.5, EXAMPLES[example])
     assert (small.num_heads, small.other, small.head_dim) == (2, HEADS, model.head_dim)
     assert small.k.out_features == 2 * model.head_dim
-    exact = remove_small_heads(model)
+    exact = zero_readers_of_small_heads(model)
     for tokens in (LONG, LONG[:1, :5], TOKENS):
         torch.testing.assert_close(small(tokens), exact(tokens), rtol=1e-4, atol=1e-5)
 

@@ -77,7 +77,7 @@ class Joined(nn.Module):
         return self.head(torch.relu(self.last(torch.cat(parts, 1))).mean((2, 3)))
 
 
-def build_from_wheel(package, name, **options):
+def make_builder(package, name, **options):
     def build():
         module = pytest.importorskip(package, reason=f"{package} is not installed")
         create = module.create_model if package == "timm" else module.models.get_model
@@ -97,7 +97,7 @@ MODELS = {
     "inception": (Joined, 8),
     "dense": (lambda: Joined(dense=True), 8),
     **{
-        name: (build_from_wheel("torchvision", name), 64)
+        name: (make_builder("torchvision", name), 64)
         for name in (
             "resnet18", "resnet50", "vgg11_bn", "mobilenet_v2", "mobilenet_v3_small", "densenet121",
             "squeezenet1_1", "mnasnet0_5", "resnext50_32x4d", "regnet_y_400mf",
@@ -105,7 +105,7 @@ MODELS = {
         )
     },
     **{
-        name: (build_from_wheel("timm", name), 64)
+        name: (make_builder("timm", name), 64)
         for name in ("resnet10t", "mobilenetv3_small_050")
     },
 }  # fmt: skip

@@ -1527,7 +1527,7 @@ def move_parameters():
     ours.step()
     assert len(ours.state) == len(list(model.parameters()))
     ours.state[model[0].weight] = {"average": torch.zeros(7, 5)}
-    with pytest.raises(RuntimeError, match="got another object, or entries of 1 parameters"):
+    with pytest.raises(RuntimeError, match="got entries of 1 parameters"):
         ours.step()
     # SGD without momentum has no state.
     model = make()
@@ -1535,7 +1535,7 @@ def move_parameters():
     compute_mean_square(model, draw_batch(0, 0)[0].double()).backward()
     ours.step()
     ours.state[model[0].weight]["average"] = torch.zeros(7, 5)
-    with pytest.raises(RuntimeError, match="got another object, or entries of 1 parameters"):
+    with pytest.raises(RuntimeError, match="got entries of 1 parameters"):
         ours.step()
     return True
 

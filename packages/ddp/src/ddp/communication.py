@@ -163,6 +163,13 @@ class RunningReductions:
         #: Reductions whose current collective is polled for the time of its completion.
         self._polled: list[BucketReduction] = []
 
+    def would_wait(self) -> bool:
+        """Return True if `launch` would wait for the communication hook of an earlier bucket."""
+        last = self.launched[-1] if self.launched else None
+        if last is None or not last.blocks_next_bucket:
+            return False
+        return not last.collectives[-1].work.done()
+
     def launch(self, bucket: Bucket, launch_collective: Callable[[Bucket], Collective]) -> None:
         """Launch the first collective of a bucket with `launch_collective`.
 

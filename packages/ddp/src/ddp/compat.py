@@ -58,8 +58,8 @@ class TorchCompatibility:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter."""
-        return self._replica.device
+        """The device of the first parameter; the CPU without parameters."""
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
     @property
     def device_ids(self) -> list[int] | None:

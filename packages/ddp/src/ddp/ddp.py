@@ -319,7 +319,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     def __copy__(self) -> DDP:
         raise TypeError(
             "expected a deep copy of a DDP, got copy.copy(), whose result would average the "
-            "gradients of the same parameters; call copy.deepcopy(), or wrap .module again"
+            "gradients of the same parameters; call copy.deepcopy() to evaluate a copy, or wrap "
+            ".module again"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:

@@ -43,7 +43,8 @@ class BucketSize(Enum):
 class Options:
     """The options of one `DDP`; see its arguments."""
 
-    #: Size of each bucket; later buckets have the last one. Empty for one gradient per bucket.
+    #: Sizes of the buckets in units of 2**20 bytes; later buckets have the last size. Empty for one
+    #: gradient per bucket.
     bucket_size_mb: tuple[float, ...]
     all_reduce: AllReduce | None
     allocate: Allocate | None

@@ -144,6 +144,9 @@ class Reducer:
             bucket = self.buckets[self._num_launched]
             if len(bucket.ready) < len(bucket.indices):
                 return
+            # A wait in a gradient hook could deadlock with collectives that the model calls.
+            if not self.step.wait_start and self.reductions.would_wait():
+                return
             bucket.copy_in_deferred(self.step.scale)
             self.launch_all_reduce(bucket)
             self._num_launched += 1

@@ -50,8 +50,10 @@ def compute_double_backward(
         tile = _differentiate_gradients(
             [x[:, :, rows] for x in query_side], [x[:, :, keys] for x in key_side], spec, hidden
         )
-        for whole, part, columns in zip(results, tile, (*3 * [rows], *2 * [keys]), strict=True):
-            whole[:, :, columns] += part
+        for whole, part in zip(results[:3], tile[:3], strict=True):
+            whole[:, :, rows] = part
+        for whole, part in zip(results[3:], tile[3:], strict=True):
+            whole[:, :, keys] += part
     dtypes = q.dtype, grad_out.dtype, grad_lse.dtype, k.dtype, v.dtype
     g_q, g_out, g_lse, g_k, g_v = (x.to(d) for x, d in zip(results, dtypes, strict=True))
     return g_q, g_out, g_lse, g_k, g_v

@@ -157,7 +157,8 @@ def check_matching(q: Tensor, k: Tensor, v: Tensor, k_name: str = "k", v_name: s
             raise ValueError(
                 f"expected {name} to have the dtype, device and number of dimensions of q, "
                 f"{q.dtype} on {q.device} with shape {tuple(q.shape)}, got {x.dtype} on {x.device} "
-                f"with shape {tuple(x.shape)}; {name}.to(q) or q.to({name}) converts"
+                f"with shape {tuple(x.shape)}; {name}.to(q) or q.to({name}) "
+                "converts the dtype and device, but not the shape"
             )
     if q.dtype not in DTYPES:
         raise ValueError(

@@ -94,8 +94,8 @@ def patch(
     the old value, including the changes that it made in place.
 
     Raises ValueError for a wrong shape, a wrong site (see `record`), and two replacements of one
-    site. Raises TypeError if a function does not return a tensor, and RuntimeError on exit if a
-    patch never ran.
+    site. Raises TypeError if a function does not return a tensor, and for an output that is a
+    mapping other than a dict or `UserDict`. Raises RuntimeError on exit if a patch never ran.
     """
     reached: set[str] = set()
 

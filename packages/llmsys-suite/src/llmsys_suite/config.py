@@ -20,7 +20,7 @@ class UsageError(ValueError):
 
 
 def require_integer(name: str, value: Any, minimum: int) -> None:
-    """Raise UsageError unless `value` is an integer of at least `minimum`; a bool is not one."""
+    """Raise UsageError unless `value` is an integer of at least `minimum`; bools are refused."""
     if type(value) is not int or value < minimum:
         raise UsageError(f"expected {name} to be an integer >= {minimum}, got {value!r}")
 

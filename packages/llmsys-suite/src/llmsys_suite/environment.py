@@ -70,8 +70,8 @@ def read_control_group_room(
 ) -> list[int]:
     """Return the bytes that each limited control group of this process can still allocate.
 
-    A container's memory limit is the limit of a control group of version 2. Cached files count as
-    free memory, because the kernel can discard them.
+    Only control groups of version 2 are read, so the limit of a container on a host with version 1
+    is not respected. Cached files count as free memory, because the kernel can discard them.
     """
     room = []
     for line in _read_lines(membership):

@@ -132,18 +132,20 @@ class RunFolder:
         self.seal()
 
     def seal(self) -> None:
-        """Write the manifest: the format, and the digest of every file outside of subfolders."""
+        """Write the manifest: the digest of every file outside of subfolders."""
         files = sorted(path for path in self.path.iterdir() if path.is_file())
         digests = {path.name: _compute_digest(path) for path in files if path.name != MANIFEST}
         self.write_json(MANIFEST, digests)
 
     def require_whole(self) -> None:
-        """Raise UsageError if the files of a finished run were changed.
+        """Raise UsageError if files of a finished run were changed, or for another format.
 
         An unfinished run has no manifest, so that its files are not checked.
         """
+        # A folder of another format is refused as such, not as an edited one.
+        is_complete = self.complete
         if not (self.path / MANIFEST).exists():
-            if self.complete:
+            if is_complete:
                 raise UsageError(f"{self.path} has no {MANIFEST}; it was deleted or never written")
             return
         digests = self.read_json(MANIFEST)

@@ -9,6 +9,7 @@ them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -243,11 +244,20 @@ def _read_stored() -> dict[str, dict[str, Any]]:
 
 @cache
 def _describe_machine() -> str:
-    """Return the CPU model, the number of cores, the instruction sets and torch's version."""
+    """Return the CPU model, the number of cores, the instruction sets and torch's version.
+
+    The instructions decide whether int8 products are exact, and virtual machines with one model
+    name may have different ones. They are part of the result as a digest.
+    """
     model = platform.processor()
+    flags = ""
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.partition(": ")[2] for line in lines if "model name" in line), model)
+        flags = next((line.partition(": ")[2] for line in lines if line.startswith("flags")), "")
     capability = torch.backends.cpu.get_cpu_capability()
-    limits = [os.environ.get(name, "") for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")]
-    return " ".join([model, f"{os.cpu_count()} cores", capability, *limits, torch.__version__])
+    names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+    limits = [os.environ.get(name, "") for name in names]
+    digest = hashlib.sha256(flags.encode()).hexdigest()[:8]
+    facts = [model, f"{os.cpu_count()} cores", capability, digest, *limits, torch.__version__]
+    return " ".join(facts)

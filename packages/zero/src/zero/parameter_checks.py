@@ -23,9 +23,10 @@ def is_trainable_dtype(dtype: torch.dtype) -> bool:
 def check_shardable(
     named: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]] = ()
 ) -> None:
-    """Raise ValueError if parameters share memory, or cannot be flattened and trained.
+    """Raise ValueError if memory ranges of parameters overlap, or if they cannot be trained.
 
-    buffers: the named buffers of the module, which must not share memory with trained parameters.
+    buffers: the named buffers of the module, whose memory must not overlap with that of trained
+    parameters.
     """
     # Entries that are not tensors are refused by torch's optimizers.
     parameters = [entry for entry in named if isinstance(entry[1], Tensor)]
@@ -78,9 +79,9 @@ def _check_separate_memory(
         if earlier is not None and _reaches(earlier, tensor.device, tensor.data_ptr()):
             first, second = sorted((earlier, tensor), key=lambda t: t not in parameter_set)
             raise ValueError(
-                f"{name_of[first]} and {name_of[second]} share memory, which sharding would "
-                "separate: assign one parameter to both modules, as in second.weight = "
-                "first.weight, or clone one of the tensors"
+                f"{name_of[first]} and {name_of[second]} share memory, or alternate in one range "
+                "of it, which sharding would separate: assign one parameter to both modules to tie "
+                "them, as in second.weight = first.weight, or clone one of the tensors"
             )
         end = _compute_memory_end(tensor)
         if furthest is None or not _reaches(furthest, tensor.device, end):

@@ -4,7 +4,7 @@
     python -m accounting serve MODEL --hardware H100 --seq 8192           memory and time to serve
     python -m accounting diff MODEL MODEL                                 compare two models
 
-MODEL is a config.json, its folder, or sizes such as
+MODEL is a config.json, its folder, or sizes, which are fields of `accounting.Transformer`, such as
 `layers=32,d_model=4096,heads=32,vocab_size=32000`. `--hardware` takes a name or a file.
 """
 
@@ -153,7 +153,8 @@ def _serve(options: argparse.Namespace) -> int:
             f"DOES NOT FIT: {format_bytes(result['weights_bytes'])} of weights and "
             f"{format_bytes(result['cache_bytes_per_sequence'])} of one sequence's cache, for "
             f"batch={options.batch}, in {format_bytes(result['memory_bytes'])}, nine tenths of "
-            f"{options.gpus} {options.hardware}; pass more devices, smaller dtypes or fewer tokens"
+            f"{options.gpus} {options.hardware}; pass more devices, smaller dtypes (--weights, "
+            "--cache), or a smaller --batch or --seq"
         )
     print(json.dumps(result, indent=1) if options.json else "\n".join(rows))
     return 0 if fits else 1

@@ -79,7 +79,8 @@ def fits(
     or if it runs an operator with hidden memory, such as a fused LSTM. Also raises `ValueError` for
     a module that a fake copy cannot represent: one that has lazy or sharded parameters, sparse
     tensors, `torch.compile`, or hooks of modules or gradients. The same holds for a module that
-    reads parameters of another module.
+    reads parameters of another module. Also raises `ValueError` for LBFGS, whose step needs a
+    closure.
     """
     from torch._subclasses import fake_tensor
 
@@ -127,7 +128,7 @@ def fits(
                 ledger.phase = "optimizer"
                 if optimizer_copy is not None:
                     optimizer_copy.step()
-                shadow.zero_grad()
+                (optimizer_copy or shadow).zero_grad()
     except (
         fake_tensor.DataDependentOutputException,
         fake_tensor.DynamicOutputShapeException,

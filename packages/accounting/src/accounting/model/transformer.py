@@ -26,6 +26,9 @@ class DerivedSize(int):
     """A size that was not passed, so `dataclasses.replace` derives it again."""
 
 
+_NOT_PASSED = DerivedSize(0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
     """A transformer described by its sizes.
@@ -50,14 +53,14 @@ class Transformer:
     #: Rows of the embedding; 0 means a model without embedding and head.
     vocab_size: int
     #: Hidden width of the MLP; the default is four times `d_model`.
-    d_ff: int = 0
+    d_ff: int = _NOT_PASSED
     #: Key and value heads; the default is `heads` (MHA), and 1 is MQA.
-    kv_heads: int = 0
+    kv_heads: int = _NOT_PASSED
     #: Width of a head; the default is `d_model / heads`. With MLA, this is the part without rotary
     #: positions.
-    head_dim: int = 0
+    head_dim: int = _NOT_PASSED
     #: Width of a value; the default is `head_dim`.
-    v_head_dim: int = 0
+    v_head_dim: int = _NOT_PASSED
 
     #: True if the MLP has three matrices (SwiGLU, GeGLU); otherwise it has two.
     gated_mlp: bool = True
@@ -81,7 +84,7 @@ class Transformer:
     #: Rows of a learned position table; 0 for rotary positions.
     positions: int = 0
     #: Width of the embedding if it differs from `d_model` and is projected (OPT-350M).
-    embedding_dim: int = 0
+    embedding_dim: int = _NOT_PASSED
     #: True if the head uses the embedding matrix.
     tied: bool = False
     qkv_bias: bool = False
@@ -89,7 +92,7 @@ class Transformer:
     mlp_bias: bool = False
     head_bias: bool = False
     #: Width of the input of queries, keys and values; the default is `d_model`.
-    attention_width: int = 0
+    attention_width: int = _NOT_PASSED
     #: True if the layers without a window have no value matrix, because their values are the output
     #: of the key matrix (Gemma 4).
     keys_as_values: bool = False
@@ -121,13 +124,6 @@ class Transformer:
     #: Additional matrices that are specific to a family.
     extra: tuple[Matrix, ...] = ()
     name: str = "transformer"
-
-    def __new__(cls, **sizes: Any) -> Transformer:
-        """Raise `ValueError` for a derived size of 0, unless the model has `heads=0`."""
-        for name in cls.derived_sizes:
-            if sizes.get(name) == 0 and sizes.get("heads") != 0:
-                raise ValueError(f"expected {name} >= 1, got 0; omit it to derive it")
-        return super().__new__(cls)
 
     @classmethod
     def from_hf(cls, config: str | PathLike[str] | Mapping[str, Any] | object) -> Transformer:
@@ -180,10 +176,13 @@ class Transformer:
         self._check_sharing()
 
     def _derive_sizes(self) -> None:
-        """Set the sizes that were not passed."""
+        """Set the sizes that were not passed; raise `ValueError` for a passed size of 0."""
         for name in self.derived_sizes:
-            if isinstance(getattr(self, name), DerivedSize):
+            size = getattr(self, name)
+            if isinstance(size, DerivedSize):
                 object.__setattr__(self, name, 0)
+            elif size == 0 and self.heads:
+                raise ValueError(f"expected {name} >= 1, got 0; omit it to derive it")
         if self.heads and not self.head_dim and self.d_model % self.heads:
             raise ValueError(
                 f"expected heads to divide d_model={self.d_model}, got heads={self.heads}; "

@@ -142,8 +142,9 @@ def plan_for(
     of the device. `usd_per_hour` is the price of one device; the default is the hardware's price.
     The default `precision` is `megatron_bf16`, or `mixed_fp16` if the device lists no bf16.
     Failures per device-hour are as frequent as in the 54-day run of Llama 3 405B. `time_limit` and
-    `progress` are passed to `plans_that_fit`. Raises `ValueError` if no plan fits, and
-    `TimeoutError` if no fitting plan is found within `time_limit` seconds.
+    `progress` are passed to `plans_that_fit`. Raises `ValueError` if no plan fits, and for a
+    keyword that is neither an argument nor a field of `Plan`. Raises `TimeoutError` if no fitting
+    plan is found within `time_limit` seconds.
     """
     device = find(hardware)
     if memory_bytes is not None:

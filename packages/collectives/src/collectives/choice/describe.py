@@ -24,7 +24,7 @@ class Description:
     shared_memory: bool
     #: For each rank that does not share memory with this rank, the reason.
     why_not_shared: Mapping[int, str]
-    #: "compiled", or "Python" with the reason why the engine was not compiled.
+    #: "compiled", or "Python" with the reason why the engine is not used.
     engine: str
     #: The cost model of each collective that has been measured. If ranks are on several hosts,
     #: "auto" measures a collective at its first call.
@@ -74,7 +74,7 @@ def describe(group: Any = None) -> Description:
     topology = comm.topology
     reason = engine.explain_refusal()
     if topology.arena is not None and not topology.arena.has_engine:
-        reason = reason or "another rank of this host has no engine or another one"
+        reason = reason or "another rank of this host has no engine, or a different one"
     return Description(
         rank=comm.rank,
         hosts=tuple(tuple(host) for host in topology.hosts),

@@ -12,10 +12,10 @@ One rule makes every protocol safe with a single tick per step:
 A writer reuses that slot for tick t+2. Before that, it has waited until every rank has reached tick
 t+1, so all ranks have finished reading.
 
-A tick is also a memory fence. `engine.c` implements it if a compiler was found, even between steps
-that run in Python. Otherwise clocks are loaded and stored by Python, which is correct only where
-stores become visible in program order (x86-64). Elsewhere `is_available` returns False and messages
-are used.
+A tick is also a memory fence. `engine.c` implements it if all ranks of the host have the same
+engine, even between steps that run in Python. Otherwise clocks are loaded and stored by Python,
+which is correct only where stores become visible in program order (x86-64). Elsewhere ranks without
+the same engine use messages: see `is_available` and `identify_host`.
 
 A wait polls the clock, yields the core and then sleeps, because there may be more ranks than cores.
 In the engine, a long yield shows that another program uses the core, and waits then sleep earlier.

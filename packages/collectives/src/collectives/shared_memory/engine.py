@@ -189,7 +189,13 @@ def _compute_name(compiler: str) -> str:
 
 def _compile(compiler: str, path: Path) -> None:
     """Compile the engine to `path`; several ranks of a host may do so at the same time."""
-    temporary = path.with_suffix(f".{os.getpid()}")
-    command = [compiler, *FLAGS, "-o", str(temporary), str(SOURCE)]
-    subprocess.run(command, check=True, capture_output=True, timeout=MAX_COMPILE_SECONDS)
-    temporary.rename(path)
+    # Process ids are not unique if containers share the cache, so the folder's name is random.
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        output = Path(folder, path.name)
+        command = [compiler, *FLAGS, "-o", str(output), str(SOURCE)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=MAX_COMPILE_SECONDS)
+            output.rename(path)
+        except (OSError, subprocess.SubprocessError):
+            if not path.exists():  # otherwise, another rank has compiled it meanwhile
+                raise

@@ -10,11 +10,14 @@ host: the device, the inode and a random token in the first bytes must be the pu
 
 import mmap
 import os
+import platform
 import secrets
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from collectives.shared_memory import engine
 
 TOKEN_BYTES = 16
 # The token occupies a whole page, so that the memory after it is aligned to a page.
@@ -87,11 +90,15 @@ def identify_host() -> str:
     """Return an identifier of the running kernel and the network namespace.
 
     Processes in different network namespaces count as different hosts. Without /proc, every call
-    returns another identifier.
+    returns another identifier. Except on x86-64, processes with different engines count as
+    different hosts too, because only an engine has memory fences.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+        host = f"{boot} {os.readlink('/proc/self/ns/net')}"
+        if platform.machine() in ("x86_64", "AMD64"):
+            return host
+        return f"{host} {engine.get_name()}"
     except OSError:
         # Nothing can be proved, so every process counts as a separate host.
         return secrets.token_hex(TOKEN_BYTES)

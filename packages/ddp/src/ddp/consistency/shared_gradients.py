@@ -38,7 +38,8 @@ def refuse_shared_gradients(
             first, second = sorted([name, other_name])
             reason = (
                 f"expected a separate .grad of each parameter, but {first!r} and {second!r} "
-                "share memory; set both to None, or clone one of them, before the backward pass"
+                "share memory, or alternate in one range of it; set both to None, or clone one of "
+                "them, before the backward pass"
             )
             failures.report_failure(reason)
             raise RuntimeError(f"rank {rank}: {reason}")

@@ -41,6 +41,8 @@ def sdpa(
     A call with an `attn_mask`, dropout, other dimensions, tensor subclasses such as `DTensor`, or
     another argument that flashattn2 does not support returns the result of torch's own function.
     Calls within torch's `context_parallel` run its function, which gathers the keys of all ranks.
+    Calls under forward-mode AD and under transforms of `torch.func`, such as `grad`, also run
+    torch's function.
     For a mask or dropout, `explain(..., attn_mask=..., dropout_p=...)` returns the reason.
 
     Raise ValueError if `key` and `value` have different numbers of rows.

@@ -307,7 +307,7 @@ def _restore(folder: Path, core: Core) -> tuple[list[Span], bool]:
         start = current[-1].start
         raise JournalError(
             f"{path}: the record at byte {start} cannot be applied: {type(error).__name__}: "
-            f"{error}. The journal was not changed. Pass the same job, with the program that wrote "
-            "the record, or another folder"
+            f"{error}. The journal was not changed. Pass the job and the program that wrote the "
+            "record, correct the program if the update itself fails, or pass another folder"
         ) from error
     return spans, snapshot is not None or bool(current)

@@ -42,6 +42,11 @@ def recover(folder: str | Path) -> list[str]:
         return _recover_locked(folders)
 
 
+def has_entries(folder: Path) -> bool:
+    """Return True if the journal in `folder` contains an entry of the log."""
+    return _GoodPart(folder).get_last_end().position > 0
+
+
 def _recover_locked(folders: list[Path]) -> list[str]:
     good_parts = [_GoodPart(path) for path in folders]
     ends = [part.get_last_end() for part in good_parts]

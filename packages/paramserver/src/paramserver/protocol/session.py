@@ -3,10 +3,9 @@
 Each method of `Session` is a generator of requests. The caller sends them, waits for the answers
 and repeats requests whose answers are lost.
 
-A push has two phases (Gray, "Notes on Data Base Operating Systems", 1978,
-section 5.8.3.3): all servers stage the gradients, then the first server commits them in one
-message. A pull has two phases, too: the first server fixes a version, then all servers send that
-version.
+A push has two phases (Gray, "Notes on Data Base Operating Systems", 1978, section 5.8.3.3): all
+servers stage the gradients, then the first server commits them in one message. A pull has two
+phases, too: the first server fixes a version, then all servers send it.
 """
 
 from collections.abc import Generator
@@ -81,7 +80,7 @@ class Session:
                     f"the servers have replayed {[reply.position for reply in replies]} entries of "
                     f"the log, but server 0 has {answers[0].position}: a journal was lost, or "
                     "restored from an older copy. No server has changed; restore the "
-                    "journals of all servers from copies of one time, or recover them together"
+                    "journals of all servers from copies of one time, or pass another folder"
                 )
             tried = position
             # The first server compares the settings of the other servers with its own.

@@ -43,7 +43,9 @@ def validate(
     if message.position > replica.position:
         raise RuntimeError(
             f"worker {worker} has seen {message.position} entries of the log, but this server has "
-            f"{replica.position}: its journal was restored from an older copy; restart the worker"
+            f"{replica.position}: its journal was lost, or restored from an older copy; restart "
+            "the worker. With several servers, restore the journals of all servers from copies of "
+            "one time, or pass another folder"
         )
     log = None
     if kind in _KINDS_WITH_LOG:

@@ -40,7 +40,8 @@ class Result:
 class Job:
     """The description of a job, equal in all of its processes; see `run` for the fields.
 
-    Raises `TypeError` or `ValueError`, with the name of the field, for an invalid value.
+    Raises `TypeError` or `ValueError`, with the name of the field, for an invalid value. The module
+    is checked when servers or workers are created.
     """
 
     train: Callable[..., Any]

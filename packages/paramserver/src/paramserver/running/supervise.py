@@ -18,7 +18,7 @@ from typing import Any
 from paramserver.consistency import as_local_steps
 from paramserver.journal.disk_journal import DiskJournal
 from paramserver.journal.files import JournalError
-from paramserver.journal.recovery import list_journal_folders
+from paramserver.journal.recovery import has_entries, list_journal_folders
 from paramserver.protocol.messages import OBSERVER, Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble_result
 from paramserver.running.processes import Processes, ReportLosses
@@ -111,7 +111,7 @@ def run_on_zeromq(
     packed = job.pack()
     shards = job.shards()
     if journal is not None:
-        _require_journals_of_checkpoints(Path(journal))
+        _require_journals(Path(journal), job.servers)
     with (
         tempfile.TemporaryDirectory() as folder,
         Processes(context, folder, job.timeout + GRACE_SECONDS) as processes,
@@ -147,10 +147,18 @@ def run_on_zeromq(
         return assemble_result(job, shards, ended)
 
 
-def _require_journals_of_checkpoints(folder: Path) -> None:
-    """Raise `JournalError` if the folder has checkpoints of workers but no journal."""
+def _require_journals(folder: Path, servers: int) -> None:
+    """Raise `JournalError` unless the folder has a journal of each server, or is new."""
+    journals = list_journal_folders(folder)
+    if journals and len(journals) != servers and any(has_entries(path) for path in journals):
+        raise JournalError(
+            f"expected a journal of each of {servers} servers in {folder}, got "
+            f"{', '.join(path.name for path in journals)}. Nothing was changed; restore a journal "
+            "that was lost from a copy of the same time, or run `python -m paramserver convert` "
+            "for another number of servers"
+        )
     checkpoints = sorted(folder.glob("worker-*"))
-    if checkpoints and not list_journal_folders(folder):
+    if checkpoints and not journals:
         raise JournalError(
             f"expected a journal of each server in {folder}, which contains {checkpoints[0].name} "
             "of a worker; restore them, or pass another folder"

@@ -80,10 +80,11 @@ def fit_sweep(
     finished nor diverged.
 
     A rate at which any run diverged is left out at the batch size of this run, and a warning counts
-    the diverged runs. A run has diverged if its loss is nan, inf or "diverged". A run at the best
-    rate or above has also diverged if its loss is more than 42 % above the least loss, and if its
-    rise in log loss is more than four times the rise below the best rate. Both rises are measured
-    at an equal distance in log rate.
+    the diverged runs. A run has diverged if its loss is nan, inf or "diverged". A loss of nan is
+    missing instead if a column of states says that the run is not over, or that it was stopped from
+    outside. A run at the best rate or above has also diverged if its loss is more than 42 % above
+    the least loss, and if its rise in log loss is more than four times the rise below the best
+    rate. Both rises are measured at an equal distance in log rate.
 
     Args:
         source: A CSV, JSON, DataFrame, mapping of columns or records, as for `load_runs`.
@@ -208,7 +209,7 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
         is_repetition = _normalize(name) in WORDS["repetitions"]
         rows = with_loss if is_progress_column(name, table) else table
         if not (is_read or is_repetition) and len(rows) and _is_setting(name, rows, chosen):
-            settings[name] = list(dict.fromkeys(map(str, table.get_cells(name))))
+            settings[name] = list(dict.fromkeys(map(str, rows.get_cells(name))))
     if not settings:
         return
     sizes = [n for n in settings if recognize(n, "parameters") or recognize(n, "tokens")]

@@ -95,7 +95,8 @@ def _require_largest(reading: Reading) -> None:
             raise ValueError(
                 f"column {column.name!r} is in units of {column.unit:g}, so its cell in row"
                 f" {reading.rows[i]} is {value:.3g}, while runs have less than {largest:.0e} {k}:"
-                " write all cells in this unit, or confirm the numbers with"
+                f" write all cells in this unit, pass units={{{k!r}: 1}} if all cells are full"
+                " counts, or confirm the numbers with"
                 f" units={{{k!r}: {column.unit:g}}}"
             )
 
@@ -120,7 +121,7 @@ def _require_ratio(reading: Reading, with_unit: Container[str]) -> None:
         if k in present and np.median(values[k]) < SMALLEST_MEDIAN[k]:
             i = int(np.argsort(values[k])[len(ratio) // 2])
             problem = f": most runs are below {SMALLEST_MEDIAN[k]:.0e} {k}"
-            _refuse(reading, (k,), i, problem)
+            _refuse(reading, (k, *(other for other in present if other != k)), i, problem)
 
 
 def _require_ratio_of_rows(reading: Reading) -> None:
@@ -195,7 +196,8 @@ def _refuse(reading: Reading, quantities: Sequence[str], i: int, problem: str) -
     names = {k: reading.columns[k].name for k in present}
     cells = [f"column {names[k]!r} is {reading.values[k][i]:.5g}" for k in present]
     unit, unit_name = USUAL_UNITS[present[0]]
-    confirmed = ", ".join(f"{k!r}: 1" for k in present)
+    units = {k: reading.units.get(k, reading.columns[k].unit) for k in present}
+    confirmed = ", ".join(f"{k!r}: {unit:g}" for k, unit in units.items())
     raise ValueError(
         f"{' and '.join(cells)} in row {reading.rows[i]}{problem}; correct the cell, or pass"
         f" units={{{present[0]!r}: {unit}}} if the numbers are {unit_name}, for example, or confirm"

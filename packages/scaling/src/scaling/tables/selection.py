@@ -146,13 +146,18 @@ def keep_best_settings(reading: Reading, started: Table) -> None:
 def _flag_diverged_settings(
     reading: Reading, started: Table, names: Sequence[str]
 ) -> NDArray[np.bool_]:
-    """Return True for each row whose design and setting equal those of a run with a loss of nan."""
+    """Return True for each row whose design and setting equal those of a run with a loss of nan.
+
+    If no remaining run has the design of such a run, the flagged rows are those of its size and
+    setting with at least its tokens.
+    """
     is_nan = flag_diverged(started, reading.columns["loss"].name, ("nan",))
     if not is_nan.any():
         return np.zeros(len(reading.table), bool)
     parts = {k: c.name.split(TIMES) for k, c in reading.columns.items() if k != "loss"}
     remains = np.isin(started.rows, reading.table.rows)
-    designs = encode_settings(started, [name for names_of in parts.values() for name in names_of])
+    keys = [encode_settings(started, part, DESIGN_TOLERANCES[k]) for k, part in parts.items()]
+    designs = np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
     settings = encode_settings(started, names)
     codes = np.unique(np.stack([designs, settings]), axis=1, return_inverse=True)[1].reshape(-1)
     flags = np.isin(codes[remains], codes[is_nan])

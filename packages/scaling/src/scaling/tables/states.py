@@ -62,8 +62,12 @@ def flag_diverged(table: Table, loss: str, words: Container[str]) -> NDArray[np.
     texts = [str(cell).strip().lower() for cell in table.get_cells(loss)]
     diverged = np.array([text in words for text in texts], bool)
     is_nan = np.array([text == "nan" for text in texts], bool)
+    if not (diverged & is_nan).any():
+        return diverged
     for name, cells in table.columns.items():
         is_flag = bool(STATES["interrupted"] & {*split_words(name)[-1:]})
+        if not (is_flag or _is_state_column(name, table)):
+            continue
         for i in np.flatnonzero(diverged & is_nan):
             state = _normalize(cells[i])
             if state in STATES["interrupted"] or (is_flag and state in TRUE):
@@ -71,11 +75,18 @@ def flag_diverged(table: Table, loss: str, words: Container[str]) -> NDArray[np.
     return diverged
 
 
+def _is_state_column(name: str, table: Table) -> bool:
+    """Return True if a column says whether each run finished, even with unclear states."""
+    try:
+        return _flag_finished(name, table) is not None
+    except ValueError:
+        return True
+
+
 def is_progress_column(name: str, table: Table) -> bool:
     """Return True if a column says whether each run finished, or how far it came."""
     is_epoch = split_words(name)[-1:] == ["epoch"]
-    is_state = _flag_finished(name, table) is not None
-    return is_state or is_epoch or has_ending(name, WORDS["progress"])
+    return _is_state_column(name, table) or is_epoch or has_ending(name, WORDS["progress"])
 
 
 def flag_complete_runs(table: Table, messages: list[str], choices: list[str]) -> NDArray[np.bool_]:

@@ -59,7 +59,7 @@ def add_lora(
     if dropout and not chosen:
         raise ValueError(
             f"expected dropout=0 for single parameters, got dropout={dropout}, which would have no "
-            "effect; pass dropout=0"
+            "effect; pass dropout=0, or name linear layers in targets"
         )
     return insert_adapters(
         model, chosen, lambda base: LoRA(base, rank, alpha=alpha, dropout=dropout), single
@@ -174,10 +174,14 @@ def _select_layers(
             unmatched -= set(matching)
     layers = f"linear layers{' outside of protect' if protected else ''}"
     if unmatched:
-        known = [name.rpartition(".")[2] for name, _ in named_modules]
+        known = [
+            name.rpartition(".")[2]
+            for name, module in named_modules
+            if is_instance_of(module, (nn.Linear,)) and module not in protected_layers
+        ]
         raise ValueError(
             f"expected ends of the names of {layers} as targets, got {sorted(unmatched)}"
-            f"{suggest_name(min(unmatched), known)}"
+            f"{suggest_name(min(unmatched), known)}; adapt other layers with parameters="
         )
     if not chosen:
         raise ValueError(

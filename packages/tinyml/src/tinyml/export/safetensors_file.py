@@ -150,6 +150,11 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     state |= {name: state[stored_name] for name, stored_name in aliases.items()}
     formats = json.loads(metadata["formats"])
     for name, value in formats.items():
+        if value[-1] < 0:
+            raise ValueError(
+                f"expected a palette as this version writes it, got an older one of {name}; load "
+                "the file with the version that wrote it, and save the dense model"
+            )
         state[name] = torch.tensor(value, dtype=torch.int64, device="cpu")
     model = make_dense_copy(model)
     _tie_as_stored(model, state, aliases)

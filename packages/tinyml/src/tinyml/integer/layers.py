@@ -43,6 +43,8 @@ from tinyml.quantization.products import EXACT_IN_FLOAT32
 
 #: The number of float64 values that fit in a processor's cache.
 _CACHED_VALUES = 2**16
+# A sum of at most this number of products of int8 codes and a bias is within int32.
+MAX_INT32_PRODUCTS = 2**15
 
 
 class IntegerMatMul(nn.Module):
@@ -97,6 +99,8 @@ class IntegerMatMul(nn.Module):
         # float64 is exact for shifts of up to `MAX_SHIFT` bits.
         factor = self.multiplier.double() * torch.exp2(-self.shift.double())
         scaled = sums.double().add_(self.bias.double().view(shape))
+        if self.weight[0].numel() > MAX_INT32_PRODUCTS:
+            scaled.clamp_(-(2**31), 2**31 - 1)  # as in the C program
         scaled.mul_(factor.view(shape)).add_(0.5).floor_().add_(self.after.zero)
         return scaled.clamp_(-128, 127).to(torch.int8)
 

@@ -101,7 +101,8 @@ class FastestLinear(Replacement):
         return attach_gradient(self._run_fastest(input.detach()), dense)
 
     def _run_fastest(self, input: Tensor) -> Tensor:
-        if is_captured() or not input.numel():  # neither a recording nor an empty input is timed
+        # Neither a recording nor an empty input is timed, and too few features are an error.
+        if is_captured() or input.numel() < self.in_features:
             return self.compute_untimed(input)
         return self.implementations[self._choose_implementation(input)](self, input)
 

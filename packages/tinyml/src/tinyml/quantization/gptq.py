@@ -60,9 +60,9 @@ def gptq(
     """Return a copy of `model` with linear weights rounded by GPTQ on `batches`.
 
     `model(batch)`, or `model(**batch)` for a mapping, runs up to each layer in evaluation mode. A
-    batch that is a list or tuple of one tensor counts as this tensor.
-    Later layers are calibrated on the outputs of rounded layers. Blocks of rounded layers do not
-    run again (Note [Replayed blocks]). Tokens at which `batch["attention_mask"]` (batch, seq) is
+    batch that is a list or tuple of one tensor counts as this tensor. Later layers are calibrated
+    on the outputs of rounded layers. Blocks of rounded layers do not run again
+    (Note [Replayed blocks]). Tokens at which `batch["attention_mask"]` (batch, seq) is
     zero are padding and do not count. A weight that several layers share is rounded for the inputs
     of the first of these layers. A layer that receives no inputs other than zeros is rounded to the
     nearest codes. A warning names the first four of these layers.

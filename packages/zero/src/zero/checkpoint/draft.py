@@ -150,6 +150,15 @@ def find_checkpoint(path: Path) -> Path:
     return previous if not real.exists() and previous.exists() else real
 
 
+def _link_or_copy(file: str | Path, target: str | Path) -> None:
+    """Hard-link a file at `target`, or copy it if it cannot be linked."""
+    # A process that has the file open, such as a logger, continues to write to the linked file.
+    try:
+        os.link(file, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(file, target, follow_symlinks=False)
+
+
 def copy_other_files(path: Path, draft: Path) -> None:
     """Copy files in `path` that belong to no checkpoint into `draft`, which will replace `path`."""
     for other in path.iterdir() if path.is_dir() else ():
@@ -158,9 +167,9 @@ def copy_other_files(path: Path, draft: Path) -> None:
         if is_checkpoint or target.exists():
             continue
         if other.is_dir() and not other.is_symlink():
-            shutil.copytree(other, target, symlinks=True)
+            shutil.copytree(other, target, symlinks=True, copy_function=_link_or_copy)
         else:
-            shutil.copy2(other, target, follow_symlinks=False)
+            _link_or_copy(other, target)
 
 
 def replace_folder(draft: Path, path: Path) -> None:

@@ -29,6 +29,11 @@ from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_dict import get_options, number_parameters
 from zero.process_groups import as_bytes, check_separate_elements
 
+_MISSING_STATE = (
+    "the model, not in the checkpoint (of another program, only tensors are loaded as states of "
+    "modules)"
+)
+
 
 class Loading:
     """One load of a checkpoint.
@@ -86,7 +91,7 @@ class Loading:
         originals = set(original_of.values())
         for name in originals & self.contents.model.keys():
             stored[name] = self.contents.read_whole(self.contents.model.pop(name))
-        self._check_missing(sorted(originals - stored.keys()), "the model, not in the checkpoint")
+        self._check_missing(sorted(originals - stored.keys()), _MISSING_STATE)
         self._check_missing(sorted(stored.keys() - originals), "the checkpoint only")
         return {name: stored[first] for name, first in original_of.items() if first in stored}
 

@@ -335,11 +335,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """Raise RuntimeError if the caller has changed `state` in a way that has no effect."""
         entries = [p for p in self.flat.views if self.state.get(p)]
         if self.state is not self._exposed_state or entries:
+            received = f"entries of {len(entries)} parameters" if entries else "another object"
             raise RuntimeError(
                 "expected `state` to be changed in place, with the shards of parameters as keys, "
-                f"got another object, or entries of {len(entries)} parameters, which would have no "
-                "effect: change the entries in state.values() in place, use state.clear() or "
-                "load_state_dict()"
+                f"got {received}, which would have no effect: change the entries in "
+                "state.values() in place, use state.clear() or load_state_dict()"
             )
         for parameter in self.flat.views:
             # The caller may have created an empty entry by reading `state[parameter]`.

@@ -16,8 +16,8 @@ from llmsys_suite.folder import Sample
 from llmsys_suite.measure import others
 from llmsys_suite.measure.samples import PEER, PHASES, SERVER, WHOLE_STEP, count_ranks
 
-#: With fewer steps, the lower quartile of the differences of two clocks is a single reading. A wait
-#: for a core between the readings of the two clocks is then subtracted.
+#: With fewer steps, the lower quartile of the differences of two clocks is the smallest one, which
+#: a wait for a core between the readings may disturb too. The wait is then subtracted.
 FEWEST_CLOCKED_STEPS = 4
 
 
