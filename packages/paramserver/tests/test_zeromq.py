@@ -666,11 +666,14 @@ def test_a_server_waits_while_its_disk_is_full(policy, tmp_path, monkeypatch, ca
 def test_a_lost_journal_of_one_server_is_refused_before_the_others_change(tmp_path):
     options = {"workers": 1, "servers": 3, "transport": "zeromq", "journal": tmp_path}
     run(count, Vector(1), UNIT_SGD, args=(2, 0.0), **options)
+    with pytest.raises(RuntimeError, match=r"each of 4 .* got server-0, server-1, server-2"):
+        run(count, Vector(1), UNIT_SGD, args=(4, 0.0), **options | {"servers": 4})
     shutil.rmtree(tmp_path / "server-1")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*-*") if path.is_file()}
-    with pytest.raises(RuntimeError, match="a journal was lost"):
+    with pytest.raises(RuntimeError, match=r"each of 3 .* got server-0, server-2"):
         run(count, Vector(1), UNIT_SGD, args=(4, 0.0), **options)
-    assert before == {path: path.read_bytes() for path in before}
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*-*") if path.is_file()}
+    assert before == after
 
 
 def test_fsync_of_a_job_reaches_the_disk(tmp_path, monkeypatch):

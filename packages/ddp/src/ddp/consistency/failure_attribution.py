@@ -154,7 +154,7 @@ class FailureAttribution(Extension):
         return "; ".join(causes or gave_up)
 
     def _write_reason(self, reason: str) -> None:
-        # If the rank that hosts the store is dead, `_find_cause` reports it.
+        # If the rank that hosts the store does not respond, `_find_cause` reports it.
         with suppress(RuntimeError, OSError):
             self._store.set(f"{self._key}/{self._rank}", reason)
             self._store.set(f"{self._key}/failed", "1")
