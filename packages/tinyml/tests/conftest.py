@@ -18,7 +18,7 @@ PROCESSORS = {
 TIMED = """
 import sys, time, torch
 sys.path.insert(0, {folder!r})
-from float_ratio import float_over
+from float_ratio import measure_float_ratio
 from tinyml import quantize
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -26,7 +26,7 @@ for bits, tokens, inputs, outputs in {cases}:
     linear = torch.nn.Sequential(torch.nn.Linear(inputs, outputs)).requires_grad_(False)
     ours = quantize(linear, bits, activations="{activations}")
     x = torch.randn(tokens, inputs)
-    print(float_over(ours, linear, x, {claim}, clock=time.process_time))
+    print(measure_float_ratio(ours, linear, x, {claim}, clock=time.process_time))
 """
 
 
@@ -53,7 +53,7 @@ def times_of_float(run_on):
     """Return a function: float's processor time over the layer's, for each of several cases.
 
     A case is (bits, tokens, inputs, outputs), and `claim` is the ratio to which the caller compares
-    (see `float_over`).
+    (see `measure_float_ratio`).
     """
 
     def ratios(processor, cases, claim, activations="auto"):
