@@ -1,6 +1,7 @@
 """Communication hooks of torch's DDP reduce the buckets of `DDP`."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -82,6 +83,35 @@ def test_torch_powersgd_of_full_rank_averages_gradients(bucket_size_mb: float) -
     # buckets, torch's DDP hangs.
     first, second = run_on_shared_ranks(train_with_hook, 2, "PowerSGD", bucket_size_mb)
     assert first == second
+
+
+def finish_first_bucket_at_last_gradient() -> bool:
+    """Complete the hook of the first bucket only when the gradient of the first layer is ready."""
+    last_gradient = threading.Event()
+    completed = []
+
+    def complete(future: torch.futures.Future, buffer: torch.Tensor) -> None:
+        completed.append(last_gradient.wait(20))
+        future.set_result(buffer)
+
+    def wait_for_last_gradient(state, bucket):
+        future = torch.futures.Future()
+        if bucket.index() == 0:
+            threading.Thread(target=complete, args=(future, bucket.buffer())).start()
+        else:
+            future.set_result(bucket.buffer())
+        return future
+
+    module = build_net()
+    model = DDP(module, None)
+    model.register_comm_hook(None, wait_for_last_gradient)
+    module[0].weight.register_hook(lambda gradient: last_gradient.set())
+    model(torch.ones(2, 16)).square().mean().backward()
+    return completed == [True]
+
+
+def test_backward_pass_does_not_wait_for_a_communication_hook() -> None:
+    assert run_on_shared_ranks(finish_first_bucket_at_last_gradient, 1, timeout=60) == [True]
 
 
 def register_invalid_hooks() -> list[str]:

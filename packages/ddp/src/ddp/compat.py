@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,11 @@ class TorchCompatibility:
     module: nn.Module
     _options: Options
 
-    @property
-    def _replica(self) -> Replica:
-        """The connection to the other ranks, which `DDP` defines."""
-        raise NotImplementedError
+    if TYPE_CHECKING:
+
+        @property
+        def _replica(self) -> Replica:
+            """The connection to the other ranks, which `DDP` defines."""
 
     @property
     def process_group(self) -> dist.ProcessGroup:
