@@ -288,6 +288,19 @@ def test_the_c_program_has_the_same_bits_on_1000_images(build, tmp_path):
     assert np.array_equal(outputs, model.integers(codes).numpy())
 
 
+def test_sums_beyond_int32_saturate_as_in_the_c_program(tmp_path):
+    layer = nn.Linear(100_000, 2, bias=False)
+    nn.init.ones_(layer.weight)
+    inputs = torch.ones(1, 100_000)
+    model = IntegerModel(nn.Sequential(layer), [inputs])
+    codes = model.quantize(inputs)
+    program = compile_program(to_c(model), tmp_path)
+    run = subprocess.run([program], input=codes.numpy().tobytes(), capture_output=True, check=True)
+    outputs = np.frombuffer(run.stdout, dtype=np.int8)
+    assert outputs.max() < 127  # the largest code, of a sum that does not saturate
+    assert np.array_equal(outputs, model.integers(codes).numpy().reshape(-1))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize(
