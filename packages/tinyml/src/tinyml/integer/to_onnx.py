@@ -3,7 +3,8 @@
 In this form, a float operator between `DequantizeLinear` and `QuantizeLinear` represents an integer
 operator. The runtime rounds halves to even and computes with float32 scales. Therefore a code may
 differ by one if the exact result is close to the middle between two codes, and later layers read
-this code. Use `to_c` for identical bits. `to_onnx` needs the onnx package.
+this code. Sums of more than 32,768 products are not limited to int32, as they are in the model. Use
+`to_c` for identical bits. `to_onnx` needs the onnx package.
 """
 
 from __future__ import annotations
