@@ -194,7 +194,7 @@ class Bucket:
         )
 
     def clear(self) -> None:
-        """Reset the state of the step."""
+        """Reset `ready`, `missing` and `deferred` for the next step."""
         self.ready.clear()
         self.missing.clear()
         self.deferred.clear()
@@ -236,7 +236,8 @@ class Bucket:
                 and gradient.data_ptr() == self._addresses[slot]
                 and not self.is_grad_view(slot)
             ):
-                gradient = gradient.clone()  # `.grad` is another view of its slot: its conjugate.
+                # `.grad` is another view of its slot, such as a transpose or a lazy conjugate.
+                gradient = gradient.clone()
             # With create_graph=True, autograd would record the copy into the bucket.
             gradients.append(detach_gradient(gradient))
         return gradients

@@ -220,7 +220,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(f"parameter {name!r} is on the meta device; call module.to_empty first")
     if hasattr(parameter, "device_mesh"):
         raise ValueError(
-            f"expected plain tensors, got DTensor parameter {name!r}; replace it by a plain "
+            f"expected plain tensors, got DTensor parameter {name!r}; replace it with a plain "
             "tensor, or use torch's fully_shard"
         )
 
@@ -237,7 +237,7 @@ def _check_can_be_copied(named: Iterable[tuple[str, Tensor]]) -> None:
         if any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, strides, strict=True)):
             raise ValueError(
                 f"elements of {name!r} share memory: it has the shape {tuple(tensor.shape)} and "
-                f"the strides {strides}; replace the result of expand() by its clone()"
+                f"the strides {strides}; replace the result of expand() with its clone()"
             )
 
 

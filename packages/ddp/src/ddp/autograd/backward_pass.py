@@ -52,7 +52,7 @@ class BackwardPass:
         return self._forward_decision if self._output_decision is None else self._output_decision
 
     def start_forward(self) -> None:
-        """Forget the decision of the last forward pass."""
+        """Discard the decision of the last forward pass, and an interrupted backward pass."""
         self._forward_decision = None
         self.discard_interrupted()
 
@@ -77,7 +77,7 @@ class BackwardPass:
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def end_step(self) -> None:
-        """Forget the decisions and requests that applied to the step."""
+        """Discard the decision of the last forward pass and the request to synchronize."""
         self._forward_decision = None
         self.is_sync_requested = False
 
