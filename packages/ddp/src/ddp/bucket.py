@@ -172,10 +172,10 @@ class Bucket:
                 parameter.grad = self.views[slot].clone()
                 released.append(self.indices[slot])
             else:
-                self.forget_moved_grad(slot)
+                self.renew_moved_grad_view(slot)
         return released
 
-    def forget_moved_grad(self, slot: int) -> None:
+    def renew_moved_grad_view(self, slot: int) -> None:
         """Renew the view of a slot if `module.double()` or `.grad.data = ...` moved `.grad`."""
         if self.parameters[slot].grad is self.grad_views[slot]:
             self.renew_grad_view(slot)

@@ -128,7 +128,7 @@ class GradientAgreement(Extension):
         else:
             step.unused |= missing.keys() - missing_on_some
 
-    def forget_versions(self) -> None:
+    def reset_versions(self) -> None:
         """Skip the comparison in the next step, because weights were copied from another rank."""
         self._step_parameters = ()
 
