@@ -11,9 +11,9 @@ from collectives.shared_memory.fingerprint import Lengths, compare, compare_leng
 # Note [Attribution of a failure]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # Each rank that still runs publishes a report when its call fails (see `failure_detection.py`). A
-# rank that has waited for long publishes a WAITING report before that. Every rank applies the rules
-# below to the same reports, and the first rule that matches decides. "Reported" means a report of a
-# failed call; "silent" means no report at all.
+# rank that waits for a long time publishes a WAITING report before that. Every rank applies the
+# rules below to the same reports, and the first rule that matches decides. "Reported" means a
+# report of a failed call; "silent" means no report at all.
 #
 #   what the reports show                                          cause                ranks
 #   1. a rank knows that calls differ (MISMATCH)                   REPORTED_MISMATCH    as reported

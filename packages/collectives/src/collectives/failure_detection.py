@@ -58,7 +58,7 @@ CAUSE_KEY = "report/cause"
 
 @dataclass
 class Operation:
-    """The call that a group runs, with the facts that a report needs."""
+    """The call that a group runs, with the details that reports contain."""
 
     #: The number of calls so far, including this one.
     number: int = 0
@@ -178,7 +178,7 @@ class FailureDetector:
             rank=self._rank,
             status=status,
             call_number=operation.number,
-            # A copy, because another thread may append to the calls meanwhile.
+            # Copy the calls, because another thread may append to them meanwhile.
             calls=[call.hex() for call in tuple(operation.calls)],
             lengths=(lengths.sends, lengths.receives) if lengths else None,
             **fields,

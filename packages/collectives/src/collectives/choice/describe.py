@@ -68,7 +68,7 @@ class Description:
 def describe(group: Any = None) -> Description:
     """Return the description of `group`, or of the default group if it is None.
 
-    Every rank must make the first call on a group, because it sets the group up.
+    Every rank must make the first call on a group, because that call sets up the group.
     """
     comm = get_communicator(group)
     topology = comm.topology
