@@ -80,7 +80,7 @@ class Report:
     #: The difference between the calls, for `Status.MISMATCH`.
     difference: str = ""
 
-    def call(self, number: int) -> bytes:
+    def get_call(self, number: int) -> bytes:
         """Return the packed call with this number, or b"" if it is too old or not made yet."""
         age = self.call_number - number
         return bytes.fromhex(self.calls[-1 - age]) if 0 <= age < len(self.calls) else b""
@@ -225,7 +225,7 @@ def _find_earlier_difference(reports: Mapping[int, Report]) -> Mismatch | None:
 
 def _compare_calls(reports: Mapping[int, Report], number: int) -> None:
     """Raise Mismatch if the ranks that remember the call with this number made different calls."""
-    calls = {rank: report.call(number) for rank, report in reports.items()}
+    calls = {rank: report.get_call(number) for rank, report in reports.items()}
     remembered = {rank: call for rank, call in calls.items() if call}
     if remembered:
         compare(list(remembered.values()), list(remembered))
