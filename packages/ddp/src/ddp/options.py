@@ -78,9 +78,9 @@ class Options:
     def compute_bucket_bytes(self, parameters: Iterable[nn.Parameter]) -> tuple[float, ...]:
         """Return the bucket size limits for a model, in bytes.
 
-        With the default size, the first bucket of a model that is larger than one bucket is small,
-        as in torch's DDP, so that its reduction starts early in the backward pass. For a smaller
-        model, the additional reduction would cost more time than it hides.
+        With the default size, the first bucket is small if the model is larger than one bucket. As
+        in torch's DDP, its reduction then starts early in the backward pass. For a smaller model,
+        the additional reduction would cost more time than it hides.
         """
         total_bytes = sum(parameter.nbytes for parameter in parameters)
         if total_bytes > DEFAULT_SIZE_MB * 2**20 and self.bucket_size_mb == (DEFAULT_SIZE_MB,):
@@ -98,7 +98,7 @@ def check_restricted_arguments(arguments: dict[str, Any]) -> None:
     """Raise `TypeError` for unknown names, and `ValueError` for values that are not supported."""
     for name, value in arguments.items():
         if name not in RESTRICTED_ARGUMENTS:
-            raise TypeError(f"DDP has no argument {name!r}")
+            raise TypeError(f"expected arguments of DDP or of torch's DDP, got {name!r}")
         allowed, reason = RESTRICTED_ARGUMENTS[name]
         if not any(value is choice or value == choice for choice in allowed):
             # The value may contain tensors with millions of elements.

@@ -37,8 +37,8 @@ class BackwardPass:
         #: True if the last forward pass requests synchronization, False if it ran in `no_sync`.
         #: None while a forward pass with gradients runs and after a synchronized step.
         self._forward_decision: bool | None = None
-        #: True if this backward pass has reached an output of a forward pass that requests
-        #: synchronization, False if it has reached other outputs only, None if it has reached none.
+        #: True if a reached output belongs to a forward pass that requests synchronization, False
+        #: if no reached output does. None before this backward pass reaches an output.
         self._output_decision: bool | None = None
 
     @property
