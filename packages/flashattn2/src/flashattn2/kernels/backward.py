@@ -137,7 +137,8 @@ def dq_kernel(
     tiles, heads, group, rows, seq_k = sizes
     scale, _, _, left, right = factors
     tile_index, batch, head, batch_head, batch_heads = program(tiles, heads, True)
-    split, kv_head = tl.program_id(1), head // group
+    split = tl.program_id(1)
+    kv_head = head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
         tile_index, tiles, sequence_bounds, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )
@@ -232,7 +233,8 @@ def backward(
         )
     else:
         norm, delta = None, row_sums.compute_delta(out, grad_out, grad_lse, lse)
-    statistics, sizes = (lse, delta, norm), (heads // kv_heads, rows, seq_k)
+    statistics = (lse, delta, norm)
+    sizes = (heads // kv_heads, rows, seq_k)
     numbers = launch.compute_score_factors(spec, is_exact)
 
     tile, splits = by_key.tile, by_key.meta.SPLITS

@@ -47,7 +47,8 @@ def decode(
         out = q.new_zeros((batch, heads, seq_q, v_dim))
         return out, q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
     k, v = launch.make_rows_contiguous(k, v)
-    lengths, table = lengths.contiguous(), None if table is None else table.contiguous()
+    lengths = lengths.contiguous()
+    table = None if table is None else table.contiguous()
     group = heads // kv_heads
     rows = seq_q * group
     # The query heads of one key head are rows of a tile, ordered by position.  A causal tile

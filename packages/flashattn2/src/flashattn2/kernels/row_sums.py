@@ -98,8 +98,7 @@ def delta_kernel(
 ):  # fmt: skip
     """Compute D = rowsum(dO ∘ O) - dL and, if `scaled` is not None, L · log2(e).
 
-    The last of `sizes` is the stride between heads of the results.  Grid: (row tiles · batch ·
-    heads).
+    The last of `sizes` is the head stride of the results.  Grid: (row tiles · batch · heads).
     """
     out_strides, grad_out_strides = strides
     tiles, heads, rows, head_stride = sizes
@@ -133,7 +132,8 @@ def sums_kernel(
     tiles, heads, group, rows, seq_k = sizes
     _, softcap_scale, score_scale, left, right = factors
     tile_index, batch, head, batch_head, batch_heads = program(tiles, heads, True)
-    split, kv_head = tl.program_id(1), head // group
+    split = tl.program_id(1)
+    kv_head = head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
         tile_index, tiles, sequence_bounds, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )
