@@ -82,8 +82,7 @@ def load_tile(
 ):  # fmt: skip
     """Load ROWS rows of a sequence `(batch, head, offset, length)`, beginning at row `start`.
 
-    Rows outside of the sequence are zeros.  With WHOLE, the caller guarantees that all rows are
-    inside.
+    Rows outside of the sequence are zeros.  WHOLE guarantees that all rows are inside.
     """
     batch, head, begin, length = sequence
     if TMA:
