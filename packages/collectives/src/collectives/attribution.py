@@ -212,7 +212,7 @@ def _find_difference(reports: Mapping[int, Report], world_size: int) -> Mismatch
 
 
 def _find_earlier_difference(reports: Mapping[int, Report]) -> Mismatch | None:
-    """Return the first difference between calls before the last one that all ranks have made."""
+    """Return the first difference before the last call that all ranks have made, or None."""
     newest = min((report.call_number for report in reports.values()), default=0)
     oldest = max((r.call_number - len(r.calls) + 1 for r in reports.values()), default=newest)
     for number in range(oldest, newest):
