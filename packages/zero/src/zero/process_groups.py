@@ -132,7 +132,7 @@ class Communicator:
                 f"expected a group that contains this rank, got a group without global rank "
                 f"{dist.get_rank()}: pass this rank's group"
             )
-        # `get_backend` may not return "gloo" although all devices use gloo, for example with the
+        # `get_backend` may return another name although all devices use gloo, for example with the
         # backend "cpu:gloo", or with the default backend on a machine without a GPU.
         config = dist.get_backend_config(group)
         if all(device.endswith(":gloo") for device in config.split(",")):
