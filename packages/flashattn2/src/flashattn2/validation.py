@@ -96,8 +96,8 @@ def check_sinks(sinks: Tensor | None, heads: int, q: Tensor) -> None:
         return
     if type(sinks) in PLAIN_TYPES and sinks.is_cpu and sinks.isinf().any():
         raise ValueError(
-            f"expected finite sinks, got {sinks.tolist()}; a head without a sink has a large "
-            "negative number, such as -1e4"
+            f"expected finite sinks, got {sinks.tolist()}; for a head without a sink, pass a "
+            "large negative number such as -1e4"
         )
 
 
