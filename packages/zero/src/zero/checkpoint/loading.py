@@ -189,7 +189,7 @@ class Loading:
             self._check_state_shapes()
 
     def _check_state_shapes(self) -> None:
-        """Raise ValueError if state has several or no elements, and not its parameter's shape."""
+        """Raise ValueError if state has neither one element nor the shape of its parameter."""
         stored: Mapping[str, Any] = self.contents.source.tensors
         for slot, entries in self.states:
             for key, name in entries:
