@@ -124,7 +124,8 @@ def append_kernel(
     head = tl.cast(tl.program_id(1), tl.int64)
     position = tl.load(lengths + batch) + row
     entries = table_shape[1]
-    page, exists = batch, (position >= 0) & (position < page_size * tl.cast(entries, tl.int64))
+    page = batch
+    exists = (position >= 0) & (position < page_size * tl.cast(entries, tl.int64))
     if table is not None:
         entry = tl.cast(batch, tl.int64) * entries + position // page_size
         page = tl.load(table + entry, exists, other=-1)

@@ -69,7 +69,7 @@ def compute_norm_and_delta(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return 1 / rowsum(P) and D for EXACT products, both with the shape of `lse`.
 
-    P is computed from the rounded log-sum-exp, so its rows do not sum to exactly 1. Therefore,
+    P is computed from the rounded log-sum-exp, so its rows do not sum to exactly 1.  Therefore,
     D = rowsum(P ∘ dP) / rowsum(P) - dL.
     """
     plan = launch.plan_launch("dq", precision, spec, q, k, v, grad_out, packed=cu_q is not None)
@@ -103,7 +103,8 @@ def delta_kernel(
     out_strides, grad_out_strides = strides
     tiles, heads, rows, head_stride = sizes
     tile_index, batch, head, batch_head, _ = program(tiles, heads, False)
-    first, sequence = tile_index * BLOCK_M, (batch, head, 0, rows)
+    first = tile_index * BLOCK_M
+    sequence = (batch, head, 0, rows)
     o = load_tile(out, out_strides, sequence, first, BLOCK_M, D, BLOCK_D)  # [M, DV]
     do = load_tile(grad_out, grad_out_strides, sequence, first, BLOCK_M, D, BLOCK_D)  # [M, DV]
     d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [M]
