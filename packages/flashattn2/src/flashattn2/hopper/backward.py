@@ -46,7 +46,7 @@ from flashattn2.hopper.tma import (
     store_tile,
 )
 from flashattn2.kernels import launch, row_sums
-from flashattn2.kernels.tiles import is_visible, key_ranges, program, query_ranges
+from flashattn2.kernels.tiles import is_visible, key_ranges, locate_program, query_ranges
 from flashattn2.spec import AttentionSpec
 
 
@@ -78,7 +78,7 @@ def backward_kernel(
     Grid: (resident tiles · batch · heads of the resident tensor).
     """
     # With a causal mask, the tile that sees or is seen by the most rows starts first.
-    tile_index, batch, head, batch_head, _ = program(tiles, heads, not BY_KEY)
+    tile_index, batch, head, batch_head, _ = locate_program(tiles, heads, not BY_KEY)
     first = tile_index * RESIDENT
     if BY_KEY:
         lo, all_lo, all_hi, hi = query_ranges(

@@ -24,8 +24,8 @@ from flashattn2.kernels.tiles import (
     exponential,
     is_visible,
     load_tile,
+    locate_program,
     locate_tile,
-    program,
     split_range,
     store_tile,
     tanh,
@@ -184,7 +184,7 @@ def decode_kernel(
     q_strides, k_strides, v_strides, out_strides = strides
     tiles, kv_heads, rows, group, pages, page_size, new = sizes
     _, _, _, left, right = factors
-    tile_index, batch, kv_head, batch_head, batch_heads = program(tiles, kv_heads, False)
+    tile_index, batch, kv_head, batch_head, batch_heads = locate_program(tiles, kv_heads, False)
     split = tl.program_id(1)
     first, begin, _, count, _, sequence = locate_tile(
         tile_index, tiles, sequence_bounds, (rows, rows), meta.BLOCK_M, False, meta.PACKED

@@ -20,8 +20,8 @@ from flashattn2.kernels.tiles import (
     is_visible,
     key_ranges,
     load_tile,
+    locate_program,
     locate_tile,
-    program,
     select_region,
     store_tile,
     tanh,
@@ -40,7 +40,7 @@ def forward_kernel(
     q_strides, _, _, out_strides = strides
     tiles, heads, group, rows, seq_k = sizes
     _, _, _, left, right = factors
-    tile_index, batch, head, _, batch_heads = program(tiles, heads, True)
+    tile_index, batch, head, _, batch_heads = locate_program(tiles, heads, True)
     split = tl.program_id(1)
     kv_head = head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
@@ -154,7 +154,7 @@ def combine_kernel(
     `sizes` is the number of rows per split in all heads.
     """
     tiles, heads, rows, splits, part_rows = sizes
-    tile_index, batch, head, batch_head, _ = program(tiles, heads, False)
+    tile_index, batch, head, batch_head, _ = locate_program(tiles, heads, False)
     first = tile_index * BLOCK_M
     row_ids = first + tl.arange(0, BLOCK_M)  # [M]
     columns = tl.arange(0, BLOCK_D)

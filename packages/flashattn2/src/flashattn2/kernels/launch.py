@@ -191,7 +191,7 @@ def compute_grid(tiles: int, heads: int, splits: int) -> tuple[int, int]:
     """Return the grid of a kernel.
 
     CUDA allows 2^31 - 1 programs on the first axis and 65,535 on the second and third axes.
-    Neighboring programs are tiles of the same head, which read the same keys: see `tiles.program`.
+    Neighboring programs are tiles of the same head, which read the same keys: see `locate_program`.
     """
     return tiles * heads, splits
 

@@ -20,8 +20,8 @@ from flashattn2.kernels.tiles import (
     is_visible,
     key_ranges,
     load_tile,
+    locate_program,
     locate_tile,
-    program,
     tanh,
 )
 from flashattn2.spec import AttentionSpec
@@ -102,7 +102,7 @@ def delta_kernel(
     """
     out_strides, grad_out_strides = strides
     tiles, heads, rows, head_stride = sizes
-    tile_index, batch, head, batch_head, _ = program(tiles, heads, False)
+    tile_index, batch, head, batch_head, _ = locate_program(tiles, heads, False)
     first = tile_index * BLOCK_M
     sequence = (batch, head, 0, rows)
     o = load_tile(out, out_strides, sequence, first, BLOCK_M, D, BLOCK_D)  # [M, DV]
@@ -132,7 +132,7 @@ def sums_kernel(
     q_strides, k_strides, v_strides, grad_out_strides = strides
     tiles, heads, group, rows, seq_k = sizes
     _, softcap_scale, score_scale, left, right = factors
-    tile_index, batch, head, batch_head, batch_heads = program(tiles, heads, True)
+    tile_index, batch, head, batch_head, batch_heads = locate_program(tiles, heads, True)
     split = tl.program_id(1)
     kv_head = head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(

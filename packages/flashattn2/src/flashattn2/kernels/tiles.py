@@ -23,7 +23,7 @@ import triton.language as tl
 
 
 @triton.jit
-def program(tiles, heads, LAST_FIRST: tl.constexpr):
+def locate_program(tiles, heads, LAST_FIRST: tl.constexpr):
     """Return the tile index, batch, head, `batch_head` and `batch_heads` of the program.
 
     The number of heads in all batch entries is `batch_heads`, and `batch_head` is the head's index
