@@ -95,7 +95,9 @@ class Form:
         try:
             names = _collect_names(text)
         except SyntaxError:
-            raise ValueError(f"{self.name}: {text!r} is not an expression") from None
+            raise ValueError(
+                f"{self.name}: expected an expression such as '-alpha * log(tokens)', got {text!r}"
+            ) from None
         if unknown := names - known:
             raise ValueError(
                 f"{self.name}: {text!r} uses the unknown names {sorted(unknown)}; expected names"
@@ -109,9 +111,10 @@ class Form:
         return (*self.terms, *self.exponents)
 
     def decompose(self, columns: Mapping[str, Array]) -> list[tuple[Array, dict[int, Array]]]:
-        """Return for each term log g_k at zero exponents, and its slope in each exponent, all (n,).
+        """Return, for each term, log g_k at zero exponents and its slopes in the exponents.
 
-        Slopes are stored by the index of the exponent, only for exponents that the term uses.
+        All arrays are (n,). The slopes are keyed by the indices of the exponents that the term
+        uses.
         """
         zeros = np.zeros(np.shape(next(iter(columns.values()))))
         at_zero = dict.fromkeys(self.exponents, np.float64(0.0))

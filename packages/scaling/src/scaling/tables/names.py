@@ -207,7 +207,7 @@ def _choose(quantity: str, likely: list[Column], source: str, result: Match) -> 
 
 
 def format_ambiguity(quantity: str, names: Sequence[str]) -> str:
-    """Return a message that several columns could be read, with advice on how to choose one."""
+    """Return the message that several columns may be a quantity, and how to choose one."""
     readings = " or ".join(f"columns={{{quantity!r}: {name!r}}}" for name in names)
     return f"columns {list(names)} may each be the {quantity}; choose one with {readings}"
 
