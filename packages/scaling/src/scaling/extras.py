@@ -10,5 +10,5 @@ def require_module(module: str, extra: str) -> None:
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        message = f'expected {module} to be installed; run `pip install "scaling[{extra}]"`'
+        message = f'this needs {module}, which is missing: pip install "scaling[{extra}]"'
         raise ModuleNotFoundError(message, name=module) from error
