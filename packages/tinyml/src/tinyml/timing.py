@@ -50,7 +50,7 @@ class Timing:
     """The selected implementation and the milliseconds of all implementations."""
 
     selected: str
-    #: Medians over the rounds. An implementation that was in no round has the time of its first
+    #: Medians over the rounds. If no round timed an implementation, this is the time of its first
     #: calls, which is extrapolated on a CPU from at most `TRIAL_TOKENS` tokens.
     milliseconds: dict[str, float]
     #: Medians with the weights out of the cache; empty if they were not measured.

@@ -1,4 +1,4 @@
-"""Linear quantization of a model: weights on uniform grids, and optionally faster products."""
+"""Linear quantization: weights on uniform grids, and linear layers that multiply their codes."""
 
 from __future__ import annotations
 
