@@ -7,8 +7,7 @@ Every law of this package has the form
 
 where log g_k is linear in the exponents, as in log N^-alpha = -alpha log N. Laws differ only in
 log g_k, so a law is defined by one expression per term. `fit_law` can fit and resample any such
-law. catalog.toml contains published laws in this notation, and `fit_parametric` fits its first
-entry.
+law. catalog.toml contains published laws in this notation, and `fit_parametric` fits its first.
 """
 
 import ast
@@ -113,8 +112,7 @@ class Form:
     def decompose(self, columns: Mapping[str, Array]) -> list[tuple[Array, dict[int, Array]]]:
         """Return, for each term, log g_k at zero exponents and its slopes in the exponents.
 
-        All arrays are (n,). The slopes are keyed by the indices of the exponents that the term
-        uses.
+        All arrays are (n,). The slopes are keyed by the indices of the exponents of the term.
         """
         zeros = np.zeros(np.shape(next(iter(columns.values()))))
         at_zero = dict.fromkeys(self.exponents, np.float64(0.0))

@@ -96,8 +96,7 @@ class Column:
     description: str = ""
     #: Higher ranks are more specific.
     rank: float = 0.0
-    #: Kinds of parameters that the column counts: "non-embedding", "with embeddings", "active",
-    #: "total".
+    #: Parameters that the column counts: "non-embedding", "with embeddings", "active", "total".
     kinds: frozenset[str] = frozenset()
     #: True if the name ends with a single letter, which may also stand for layers or a width.
     is_letter: bool = False
