@@ -439,6 +439,7 @@ def test_run_that_stopped_before_its_planned_epochs_is_left_out():
     [
         *(("outlier", True, False), ("exclude", "yes", ""), ("discard", 1, 0)),
         *(("excluded_from_fit", True, False), ("keep", False, True), ("use_in_fit", "no", "yes")),
+        *(("bad", 1, 0), ("ok", "no", "yes"), ("use", 0, 1)),
     ],
 )
 def test_marked_rows_are_refused_with_both_readings(column, mark, unmarked):
@@ -649,6 +650,13 @@ def test_decimal_commas_are_refused_unless_semicolons_separate_the_cells(tmp_pat
     runs = load_runs(path)
     assert (runs.parameters[0], runs.tokens[0], runs.loss[0]) == (1.5e8, 2.5e9, 2.859)
     assert "a comma in a number starts its decimals" in runs.explanation
+    # Points in names, versions and dates do not matter, but points in numbers do.
+    for note in ("gpt-1.3b", "31.12.2025", "1.1.25 14:30"):
+        path.write_text(f"N;D;loss;note\n1,5e8;2,5B;2,859;{note}\n2e8;4e9;2,7;\n")
+        assert load_runs(path).loss.tolist() == [2.859, 2.7]
+    path.write_text("N;D;loss;dropout\n1,5e8;2,5B;2,859;0.1\n2e8;4e9;2,7;0\n")
+    with pytest.raises(ValueError, match="decimals start with"):
+        load_runs(path)
     path.write_text("N;D;loss\n49,893,420;2,000,000,000;3\n82,260,344;4,000,000,000;2\n")
     assert load_runs(path).parameters[0] == 49_893_420
 
@@ -1101,7 +1109,9 @@ def test_tokens_are_steps_times_the_batch_in_tokens(factors):
 def test_batch_of_unknown_extent_is_refused_until_the_product_is_named(batch):
     table = SIZES | {"steps": STEPS, batch: [512] * 3, "seq_len": [2048] * 3}
     product = f"steps * {batch} * seq_len"
-    with pytest.raises(ValueError, match=f"'{batch}' may be the batch of one device"):
+    devices = "" if batch == "batch_size" else r" \* accumulation_steps \* devices"
+    remedy = f"'{batch}' may be the batch of one device.*{batch} \\* seq_len{devices}'"
+    with pytest.raises(ValueError, match=remedy):
         load_runs(table)
     assert load_runs(table, columns={"tokens": product}).tokens[0] == 1000 * 2**20
     with pytest.raises(ValueError, match="there are no columns"):
