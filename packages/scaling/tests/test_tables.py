@@ -855,6 +855,30 @@ def test_sweep_is_read_as_its_best_setting_with_all_seeds():
         runs = load_runs(mixed)
     assert sorted(runs.loss[runs.tokens < 4e9]) == [3.0] * 2 + [3.01] * 2
     assert sorted(runs.loss[runs.tokens > 4e9]) == [3.1] * 2 + [3.11] * 2
+    # The run with this seed and fewer tokens finished, so the diverged run was the longer one.
+    tiny = [r | {"D": r["D"] * (0.05 if r["loss"] != r["loss"] else 1)} for r in diverged]
+    ended = [row if row["D"] == 2e9 else end for row, end in zip(rows, tiny, strict=True)]
+    with (
+        pytest.warns(ScalingWarning, match="left out"),
+        pytest.warns(ScalingWarning, match="if possible without a loss of nan, is"),
+    ):
+        runs = load_runs(ended)
+    assert sorted(runs.loss[runs.tokens < 4e9]) == [3.0] * 2 + [3.01] * 2
+    assert sorted(runs.loss[runs.tokens > 4e9]) == [3.1] * 2 + [3.11] * 2
+    # Without repetitions, all remaining runs of a diverged setting finished.
+    single = [{k: v for k, v in row.items() if k != "seed"} for row in ended if row["seed"]]
+    with (
+        pytest.warns(ScalingWarning, match="left out"),
+        pytest.warns(ScalingWarning, match="other settings"),
+    ):
+        assert sorted(load_runs(single).loss) == [3.01] * 2 + [3.11] * 2
+    # Without seeds, each repetition may be the diverged run.
+    unnamed = [{k: v for k, v in row.items() if k != "seed"} for row in ended]
+    with (
+        pytest.warns(ScalingWarning, match="left out"),
+        pytest.warns(ScalingWarning, match="if possible without a loss of nan, is"),
+    ):
+        assert sorted(load_runs(unnamed).loss) == [3.1] * 4 + [3.11] * 4
     only = [row for row in diverged if row["config.lr"] == 2 or row["N"] > 1e8]
     with (
         pytest.warns(ScalingWarning, match="left out"),
@@ -979,6 +1003,28 @@ def test_repetitions_and_rows_that_are_not_searched_are_explained():
     assert choice in load_runs(rows).explanation
     many = load_runs({"N": [1e8] * 5001, "D": [2e9] * 5001, "loss": np.linspace(2, 3, 5001)})
     assert "only 5000 rows are searched for unknown settings" in many.explanation
+
+
+@pytest.mark.parametrize("known", [{}, {"lr": [1e-3, 2e-3]}])
+def test_unknown_setting_of_joined_exports_is_found_in_a_large_table(known):
+    # The rows of the second recipe are far from those of the first with the same N and D.
+    n, d = (axis.ravel() for axis in np.meshgrid(np.geomspace(1e7, 1e10, 60), [1e10, 2e10, 4e10]))
+    rows = [
+        {"N": n[i], "D": d[i], "loss": 3 + i / 1e3, "recipe_v": recipe, "lr": lr}
+        for recipe in (1, 2)
+        for lr in known.get("lr", [1e-3])
+        for i in range(len(n))
+    ]
+    unrelated = [
+        {"N": n, "D": d, "loss": 2.0, "recipe_v": 1, "lr": 1e-3}
+        for n in np.geomspace(2e10, 2e12, 80)
+        for d in np.geomspace(1e11, 1e15, 75)
+    ]
+    middle = len(rows) // 2
+    joined = rows[:middle] + unrelated + rows[middle:]
+    units = {"parameters": 1, "tokens": 1}
+    with pytest.raises(ValueError, match=r"columns \['recipe_v'\] differ between runs of one size"):
+        load_runs(joined, units=units, history=False)
 
 
 def test_settings_that_are_written_differently_are_one_setting():
