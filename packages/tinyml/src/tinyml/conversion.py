@@ -166,6 +166,14 @@ def make_plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.
     lost.
     """
     check_supported(model)
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                raise ValueError(
+                    f"expected stored weights, got {key!r} of {name or 'the root'}, which a hook "
+                    "computes, as of torch.nn.utils.prune or weight_norm; make it a parameter with "
+                    f"torch.nn.utils.prune.remove(module, {key!r}) or remove_weight_norm(module)"
+                )
     model = copy.deepcopy(model, memo)
     replaced = [module for module in model.modules() if isinstance(module, Replacement)]
     replacements: dict[nn.Module, nn.Module] = {m: m.get_layer_to_compress() for m in replaced}
