@@ -1,11 +1,11 @@
 """Floating-point operations (FLOPs) of matrix products: one multiply and one add count as two.
 
 An `m` by `n` matrix costs `2mn` per token in the forward pass and `4mn` in the backward pass.
-Attention costs `2(qk + v)` per head and unmasked pair of query and key, where a query has the width
-`qk` and a value the width `v`. A sequence of S tokens has S² pairs for full attention, S(S+1)/2 for
-causal attention, and w(w+1)/2 + (S-w)w for a sliding window of w keys. The operations that write
-and read the state of recurrent layers also count. As in `torch.utils.flop_counter`, norms,
-activation functions and softmax are not counted.
+Attention costs `2(qk + v)` per head and unmasked pair of query and key in the forward pass, and
+twice that in the backward pass. Here `qk` is the width of a query and `v` that of a value. S tokens
+have S² pairs for full attention, S(S+1)/2 for causal attention, and w(w+1)/2 + (S-w)w for a sliding
+window of w keys. The operations that write and read the state of recurrent layers also count. As in
+`torch.utils.flop_counter`, norms, activation functions and softmax are not counted.
 """
 
 import math
@@ -143,10 +143,21 @@ def mfu(
     attention and reports one value with and one without attention (Chowdhery et al. 2022, appendix
     B). For the hardware FLOPs utilization, call `compute_utilization` with the FLOP/s per device
     that follow from `flops` with `recompute` and `flash`.
+
+    Raises `ValueError` if the utilization without masked pairs exceeds 1. Full attention counts
+    masked pairs too, so with `attention="full"` the result itself may exceed 1.
     """
     work = flops(model, seq=seq, attention=attention)
     useful = work.total if include_attention else work.total - count_attention_operations(work)
-    return compute_utilization(useful / seq * tokens_per_second / devices, **peak)
+    utilization = compute_utilization(useful / seq * tokens_per_second / devices, **peak)
+    executed = utilization * flops(model, seq=seq).total / work.total
+    if executed > 1:
+        raise ValueError(
+            f"expected a utilization <= 1, got {executed:.4g} for {tokens_per_second=} of"
+            f" {devices=}; pass the number of all devices that reach this rate, the peak of one"
+            " device in FLOP/s, and the dtype of the matrix products"
+        )
+    return utilization
 
 
 def count_attention_operations(work: Breakdown) -> int | float:
