@@ -913,6 +913,14 @@ def copies(kind: str) -> bool:
                 call(*([x] if call is copied else []))
         with pytest.raises(RuntimeError, match="a copy of a DDP does not average gradients"):
             copied.module(x).sum().backward()
+        # A frozen copy is evaluated with gradients too, as the teacher of a distillation is.
+        copied.requires_grad_(False)
+        x.requires_grad_()
+        output = copied(x)
+        assert output.equal(both.module(x))
+        output.sum().backward()
+        assert x.grad is not None
+        copied.requires_grad_()
     # The copy can be wrapped, and the original trains on.
     other = Both(copied.module)
     for _ in range(3):

@@ -277,6 +277,9 @@ def compute_penalty(model, inputs):
 def differentiate_beside_backward():
     with pytest.raises(RuntimeError, match="gradients of gradients cannot be sharded at stage 3"):
         compute_penalty(build_pair()[0], draw_batch(0, 0))
+    transformed = build_pair()[0]
+    with pytest.raises(RuntimeError, match=r"torch\.func .* got TransformType.Grad: use torch"):
+        torch.func.grad(lambda inputs: transformed(inputs).sum())(draw_batch(0, 0))
     # torch.autograd.grad between two backward passes of a step must not reduce gradients.
     model, ours, twin, theirs = build_pair()
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -452,6 +455,8 @@ class Wrapping(nn.Linear):
         y = torch.tanh(super().forward(x))
         if self.kind == "dataclass":
             output = Output(y)
+        elif self.kind == "weight":
+            output = Output(y, {"weight": self.weight})
         elif self.kind == "nested":
             output = Output(None, {"deep": [Output(None, {"x": Named(None, Output(y))})]})
         else:
@@ -470,11 +475,13 @@ class UsesObjects(nn.Module):
             if layer.kind == "nested":
                 output = output.more["deep"][0].more["x"].more
             x = x + output.hidden
+            if layer.kind == "weight":
+                x = x + output.more["weight"].square().sum()
         return Output(x)
 
 
 def return_objects():
-    for kind in ("dataclass", "nested", "named"):
+    for kind in ("dataclass", "weight", "nested", "named"):
         trained = build_pair(build=lambda kind=kind: _build_seeded(UsesObjects, kind))
         assert train(*trained, lambda m, x: m(x).hidden.square().mean())
         assert all(unit.unsharded_bytes == 0 for unit in trained[0].units)
@@ -593,6 +600,7 @@ class Storing(nn.Module):
 
     def forward(self, x):
         self.stored = (x * self.weight**2).sum()
+        self.stored_weight = self.weight.detach()
         return x + 1
 
 
@@ -603,6 +611,10 @@ def differentiate_stored_tensor():
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
             model[0].stored.backward()
+    # Some builds of torch cannot report reads of memory that was freed.
+    if hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg"):
+        with pytest.raises(RuntimeError, match="freed when its module has run: clone a weight"):
+            model[0].stored_weight.sum()
     # The error must not change the versions of the other graph.
     loss.backward()
     return True

@@ -979,6 +979,16 @@ def penalize_by_averages(stage):
         compute_loss(model, 1, rank).backward()
     with pytest.raises(RuntimeError, match="includes a local gradient"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    # Some builds of torch cannot report reads of memory that does not exist.
+    if hasattr(torch._C, "_set_storage_data_ptr_access_error_msg"):
+        model, ours, _, _ = build_pair(stage)
+        compute_loss(model, 0, rank).backward()
+        for parameter in model.parameters():
+            assert not parameter.grad.is_shared()
+            parameter.data = parameter.data - parameter.grad
+        for use in (lambda: compute_loss(model, 1, rank), ours.step):
+            with pytest.raises(RuntimeError, match=r"memory of an averaged gradient.*full_tensor"):
+                use()
     return True
 
 

@@ -193,6 +193,13 @@ class Bucket:
             and not gradient.is_neg()
         )
 
+    def has_separate_grads(self) -> bool:
+        """Return True if a `.grad` exists that is not a view of its slot in the buffer."""
+        return any(
+            parameter.grad is not None and not self.is_grad_view(slot)
+            for slot, parameter in enumerate(self.parameters)
+        )
+
     def clear(self) -> None:
         """Reset `ready`, `missing` and `deferred` for the next step."""
         self.ready.clear()

@@ -56,8 +56,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     By default, the constructor copies weights and buffers from rank 0 to every rank. Buffers are
     copied again before forward passes, as in torch's DDP, and after each synchronized backward
     pass. If parameters are unfrozen, replaced or added later, their gradients are averaged from the
-    next forward pass on. A copy made by `copy.deepcopy` or `torch.load` can be evaluated, but its
-    forward passes with gradients raise `RuntimeError`.
+    next forward pass on. A copy made by `copy.deepcopy` or `torch.load` can be evaluated. Its
+    forward passes with gradients raise `RuntimeError` unless all of its parameters are frozen.
 
     Args:
         module: module to replicate.
@@ -168,7 +168,10 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             move = partial(Tensor.to, device=self._options.device)
             args, kwargs = tree_map_only(Tensor, move, (args, kwargs))
         has_gradients = torch.is_grad_enabled()
-        if self._connection is None and not has_gradients:
+        if self._connection is None:
+            # A frozen copy, such as the teacher of a distillation, has no gradients to average.
+            if has_gradients and any(p.requires_grad for p in self.parameters()):
+                _refuse_copy()
             return self._call_module(args, kwargs)
         replica = self._replica
         if has_gradients:
@@ -335,7 +338,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
 def _refuse_copy(*_: Tensor) -> NoReturn:
     raise RuntimeError(
         "a copy of a DDP does not average gradients; wrap the .module of the copy in a new DDP, or "
-        "use torch.no_grad() to evaluate the copy"
+        "use torch.no_grad() or freeze the parameters of the copy to evaluate it"
     )
 
 

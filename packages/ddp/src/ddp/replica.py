@@ -231,12 +231,14 @@ class Replica:
         if not self.backward_pass.is_running:
             if self.reducer.is_open:
                 self._fail_open_step()
-            refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
-            copy_misplaced_grads(self.reducer.buckets)
-            if self._should_warn_of_alias:
-                self._should_warn_of_alias = not warn_of_aliased_grad(
-                    self.reducer.buckets, self.group.rank
-                )
+            # Views of the slots share no memory, so they need none of these checks.
+            if any(bucket.has_separate_grads() for bucket in self.reducer.buckets):
+                refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
+                copy_misplaced_grads(self.reducer.buckets)
+                if self._should_warn_of_alias:
+                    self._should_warn_of_alias = not warn_of_aliased_grad(
+                        self.reducer.buckets, self.group.rank
+                    )
             self.hooks.move_to_end()
         self.backward_pass.reach_output(is_synchronized=is_synchronized)
         self.backward_pass.queue_end()

@@ -27,6 +27,7 @@ from zero.fsdp.autograd_hooks import (
     call_before_gradients,
     cast,
     has_hidden_tensors,
+    replace_tensors,
 )
 from zero.fsdp.optimizer_hooks import end_step
 from zero.fsdp.shard import Shard, ShardedParameter, check_all_registered, find_sharded
@@ -164,6 +165,7 @@ class UnitSchedule(nn.Module):
 
     def _prepare_module_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather a module's units, prefetch the next units, and hook gradients of the inputs."""
+        _refuse_transforms()
         if module is self.module and not self._in_backward:
             # An interrupt may have prevented the end of an earlier forward pass.
             self._num_running = 0
@@ -201,6 +203,7 @@ class UnitSchedule(nn.Module):
         try:
             for unit in units:
                 unit.check_unchanged()
+            output = replace_tensors(partial(_clone_alias, units), output, [])
         except RuntimeError:
             self._num_running = max(0, self._num_running - 1)
             raise
@@ -393,3 +396,25 @@ class UnitSchedule(nn.Module):
         self._reducing_unit = None
         for unit in self.units:
             unit.reset_after_error()
+
+
+def _clone_alias(units: list[Unit], tensor: Tensor) -> Tensor:
+    """Return a clone of a tensor in the memory of full parameters, which is freed with its unit.
+
+    A module may return its weight, for example for a penalty. Other tensors are returned unchanged.
+    """
+    if not torch._C._has_storage(tensor):
+        return tensor
+    storage = tensor.untyped_storage()._cdata
+    is_alias = any(unit.full.untyped_storage()._cdata == storage for unit in units)
+    return tensor.clone() if is_alias else tensor
+
+
+def _refuse_transforms() -> None:
+    """Raise RuntimeError within torch.func's transforms, except `vmap`."""
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None and transform.key() != torch._C._functorch.TransformType.Vmap:
+        raise RuntimeError(
+            f"expected no transform of torch.func around a module of FSDP, got {transform.key()}: "
+            "use torch.autograd.grad, or ShardedOptimizer (stages 1 and 2)"
+        )

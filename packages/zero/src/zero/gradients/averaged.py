@@ -17,6 +17,15 @@ from zero.gradients.rules import REMEDY, UNSCALE, aten, is_elementwise, is_full_
 LocalRun = tuple[int, int, Tensor]
 
 
+#: After `p.data = p.data - p.grad`, a parameter has the memory of an averaged gradient, which does
+#: not exist. torch raises this error instead of reading it. Some builds of torch lack the function.
+_MEMORY_ERROR = (
+    "expected a whole tensor, got the memory of an averaged gradient, of which this rank stores "
+    f"only its shard: {REMEDY}"
+)
+_set_memory_error = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+
+
 class AveragedGradient(PartialGradient):
     """The `.grad` of a parameter after the backward pass at stages 1 and 2, in its shape.
 
@@ -53,6 +62,8 @@ class AveragedGradient(PartialGradient):
             cls, like.shape, dtype=dtype or like.dtype, device=like.device
         )
         gradient.source_ref = weakref.ref(source)
+        if _set_memory_error is not None:
+            _set_memory_error(gradient.untyped_storage()._cdata, _MEMORY_ERROR)
         gradient.communicator = source.communicator
         gradient.key = key
         gradient.runs = runs
@@ -113,6 +124,10 @@ class AveragedGradient(PartialGradient):
     def full_tensor(self) -> Tensor:
         """Return the whole average on every rank; every rank must call this method."""
         return gather_runs(self.fetch_local_runs(), self.shape, self.communicator)
+
+    def is_shared(self) -> bool:
+        """Return False; torch's method does not catch the error of `_MEMORY_ERROR`."""
+        return False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AveragedGradient({tuple(self.shape)}, {self.dtype}; full_tensor() gathers it)"
