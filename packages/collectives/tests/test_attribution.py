@@ -182,8 +182,8 @@ def test_report_survives_the_store(status):
     received = Report.from_json(sent.to_json())
     assert received.to_json() == sent.to_json()
     assert received.status is status
-    assert received.call(CALL_NUMBER) == bytes.fromhex(SUM)
-    assert received.call(CALL_NUMBER - 1) == b""
+    assert received.get_call(CALL_NUMBER) == bytes.fromhex(SUM)
+    assert received.get_call(CALL_NUMBER - 1) == b""
 
 
 def test_errors_name_every_rank_that_left_or_died():
@@ -200,4 +200,4 @@ def test_report_has_no_call_that_is_too_old_or_not_made_yet():
     calls = [SUM, b"second".hex(), b"third".hex()]
     latest = report(0, Status.WAITING, call_number=9, calls=calls)
     expected = [b"", bytes.fromhex(SUM), b"second", b"third", b"", b""]
-    assert [latest.call(number) for number in range(6, 12)] == expected
+    assert [latest.get_call(number) for number in range(6, 12)] == expected

@@ -169,7 +169,7 @@ def refuse_groups_devices_and_tensors() -> None:
         ({"group": group, "process_group": group}, RuntimeError, "got two of them"),
         ({"device_ids": [0, 1]}, ValueError, r"at most one entry in device_ids, got \[0, 1\]"),
         ({"device_ids": [0]}, ValueError, r"a module on one GPU, got a module on \['cpu'\]"),
-        ({"devices": [0]}, TypeError, "DDP has no argument 'devices'"),
+        ({"devices": [0]}, TypeError, "expected arguments of DDP .*, got 'devices'"),
     ):
         with pytest.raises(error, match=message):
             DDP(nn.Linear(2, 2), **arguments)

@@ -8,7 +8,7 @@ import torch
 from ddp import BucketRecord, Meter
 from ddp.bench.designs import Design, make_designs, transformer
 from ddp.bench.measure import SIZES_MB, bench
-from ddp.bench.rows import Link, Measured, compute_median_rows
+from ddp.bench.rows import Link, WorkloadTimings, compute_median_rows
 from torch import nn
 from worker_pool import run_ranks
 
@@ -71,14 +71,14 @@ def test_torch_ddp_is_measured_in_the_same_rounds() -> None:
     assert ours["ratio_to_none_p50"] == ours["communication_share"] == "-"
 
 
-def make_measured_rounds(**seconds: tuple[float, float, float, float]) -> Measured:
+def make_measured_rounds(**seconds: tuple[float, float, float, float]) -> WorkloadTimings:
     """Return two equal rounds of designs with these (step, backward, after backward, cpu)."""
     meter = Meter()
     meter.record([BucketRecord(("w",), 1, 80, 0, 0.0, 1.0, 1.0)], (0.0, 1.0))
     meters = {name: meter if name == "flat" else None for name in seconds}
     ours = [Design(name, nn.Identity(), lambda: None, meters[name]) for name in seconds]
     timings = np.array([list(seconds.values())] * 2)
-    return Measured("made up", 80, Link(20.0, 0.1), ours, timings, timings[:, :, 0])
+    return WorkloadTimings("made up", 80, Link(20.0, 0.1), ours, timings, timings[:, :, 0])
 
 
 def bound(**seconds: tuple[float, float, float, float]) -> dict:

@@ -171,9 +171,9 @@ def test_malformed_boundaries_are_an_error_in_compiled_graphs(interpreter, backe
     for boundaries in ((0, 3, 6), (0, 3, 12), (1, 3, 9), (0, 10, 9), (0, -1, 9)):
         wrong = torch.tensor(boundaries, dtype=torch.int32)
         for function in (run, compiled):
-            with pytest.raises(ValueError, match="cu_seqlens_q must start at 0, never fall"):
+            with pytest.raises(ValueError, match="cu_seqlens_q must start at 0, never decrease"):
                 function(q, wrong, CU)
-            with pytest.raises(ValueError, match="cu_seqlens_k must start at 0, never fall"):
+            with pytest.raises(ValueError, match="cu_seqlens_k must start at 0, never decrease"):
                 function(q, CU, wrong)
 
 

@@ -216,7 +216,7 @@ def test_signal_to_the_launcher_ends_every_rank(launch_program, tmp_path, number
     for rank in range(2):
         process = (tmp_path / f"rank{rank}").read_text()
         assert not Path("/proc", process).exists()
-    assert f"what was measured is in {tmp_path / 'run'}" in capfd.readouterr().err
+    assert f"the measurements so far are in {tmp_path / 'run'}" in capfd.readouterr().err
     assert RunFolder(tmp_path / "run").summary["status"] == "incomplete"
 
 

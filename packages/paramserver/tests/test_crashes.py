@@ -48,12 +48,12 @@ class Injector:
         self.count += 1
 
     def install(self):
-        use = DiskJournal._use
+        use = DiskJournal._switch_to
 
         def counted_use(journal, file):
             use(journal, CountedFile(file, self))
 
-        DiskJournal._use = counted_use
+        DiskJournal._switch_to = counted_use
         for owner, name in (
             (Path, "rename"),
             (Path, "unlink"),

@@ -269,9 +269,9 @@ def train_minimal_with_periods(bound, periods, steps=8):
     server = plain.Server(build_model(), SGD, len(periods), bound)
     group = [plain.Worker(w, build_model(), compute_loss) for w in range(len(periods))]
     round_number = 0
-    while any(worker.clock < steps for worker in group):
+    while any(worker.num_steps < steps for worker in group):
         for worker, period in zip(group, periods, strict=True):
-            if worker.clock < steps and round_number % period == 0:
+            if worker.num_steps < steps and round_number % period == 0:
                 worker.step(server)
         round_number += 1
     return server.pull()

@@ -54,7 +54,7 @@ def test_missing_columns_are_named():
         load_runs({"N": [1.0], "loss": [1.0]})
     with pytest.raises(ValueError, match="contains no runs"):
         load_runs([])
-    with pytest.raises(ValueError, match="columns differ in length"):
+    with pytest.raises(ValueError, match="expected columns of one length"):
         load_runs({"N": [1.0, 2.0], "D": [1.0], "loss": [1.0]})
 
 
@@ -117,7 +117,7 @@ def test_misread_run_is_named():
     loss = runs.loss.copy()
     loss[17] *= 1.3
     spoiled = load_runs({"N": runs.parameters, "D": runs.tokens, "loss": loss})
-    with pytest.warns(ScalingWarning, match="column 'loss' in rows 18 is more than ten spreads"):
+    with pytest.warns(ScalingWarning, match="in rows 18 is more than 10 standard deviations"):
         fit = fit_parametric(spoiled)
     # A Huber loss limits the effect of one bad run.
     clean = fit_parametric(runs[[i for i in range(len(runs)) if i != 17]])

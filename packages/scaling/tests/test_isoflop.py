@@ -324,6 +324,6 @@ def test_too_few_sizes_besides_those_that_hardly_differ_are_plain_parabolas():
     compute = np.repeat([*sizes], [len(part) for part in sizes.values()])
     tokens = compute / 6 / n
     runs = Runs(n, tokens, compute, 1.7 + 400 / n**0.34 + 410 / tokens**0.28, tuple(range(len(n))))
-    with pytest.warns(ScalingWarning, match="these are plain parabolas"):
+    with pytest.warns(ScalingWarning, match="each budget is fitted by a plain parabola"):
         fit = fit_isoflop(runs)
     assert 0.3 < fit.exponent < 0.7

@@ -202,7 +202,7 @@ def test_a_second_adapter_is_refused(tmp_path):
         add_lora(layers, 2, parameters=["experts.up"])
     assert layers.blocks[0].gate.lora_A.requires_grad
     plain = Model()
-    with pytest.raises(ValueError, match="got both"):
+    with pytest.raises(ValueError, match="expected one adapter per weight"):
         add_lora(plain, 2, parameters=["gate.weight"], targets=["gate"])
     assert str(plain) == str(Model())
 

@@ -142,5 +142,5 @@ def test_bad_requests_say_what_to_ask_for():
         SoftPrompt(0, 4)
     with pytest.raises(ValueError, match=r"init of shape .3, 4., got .2, 4."):
         SoftPrompt(3, 4, init=torch.zeros(2, 4))
-    with pytest.raises(ValueError, match="one truth value per token"):
+    with pytest.raises(ValueError, match="one bool per token"):
         SoftPrompt(3, 4).targets(torch.zeros(2, 5), torch.ones(2, 4))

@@ -1047,7 +1047,7 @@ def refuse_unknown(stage):
     retract = "remove Adafactor from" if stage == 3 else "omit elementwise=True"
     with pytest.raises(error, match=f"Adafactor is not element-wise: {retract}"):
         train_pair(stage, torch.optim.Adafactor, 1, elementwise=True)
-    skip_trial = "replace FSDP by Sharded" if stage == 3 else "pass Sharded"
+    skip_trial = "replace FSDP with Sharded" if stage == 3 else "pass Sharded"
     for cls, reason in (
         (Noisy, f"it draws random numbers.*{skip_trial}"),
         (Counting, "its state 'count' does not belong"),

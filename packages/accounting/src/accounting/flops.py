@@ -1,11 +1,11 @@
 """Floating-point operations (FLOPs) of matrix products: one multiply and one add count as two.
 
 An `m` by `n` matrix costs `2mn` per token in the forward pass and `4mn` in the backward pass.
-Attention costs `2(qk + v)` per head and unmasked pair of query and key, where a query has the width
-`qk` and a value the width `v`. A sequence of S tokens has S² pairs for full attention, S(S+1)/2 for
-causal attention, and w(w+1)/2 + (S-w)w for a sliding window of w keys. The operations that write
-and read the state of recurrent layers also count. As in `torch.utils.flop_counter`, norms,
-activation functions and softmax are not counted.
+Attention costs `2(qk + v)` per head and unmasked pair of query and key in the forward pass, and
+twice that in the backward pass. Here `qk` is the width of a query and `v` that of a value. S tokens
+have S² pairs for full attention, S(S+1)/2 for causal attention, and w(w+1)/2 + (S-w)w for a sliding
+window of w keys. The operations that write and read the state of recurrent layers also count. As in
+`torch.utils.flop_counter`, norms, activation functions and softmax are not counted.
 """
 
 import math

@@ -196,8 +196,7 @@ def separate(tensor: Tensor, outputs: Sequence[Tensor]) -> Tensor:
 def may_overlap(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
     """Return True if the tensor's range of bytes overlaps that of an output.
 
-    Storages are not compared, because two tensors of one NumPy array can overlap
-    without sharing a storage.
+    Tensors of one NumPy array may overlap in different storages, so storages are not compared.
     """
     start, stop = _compute_byte_range(tensor)
     for output in outputs:

@@ -11,9 +11,9 @@ from collectives.shared_memory.fingerprint import Lengths, compare, compare_leng
 # Note [Attribution of a failure]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # Each rank that still runs publishes a report when its call fails (see `failure_detection.py`). A
-# rank that has waited for long publishes a WAITING report before that. Every rank applies the rules
-# below to the same reports, and the first rule that matches decides. "Reported" means a report of a
-# failed call; "silent" means no report at all.
+# rank that waits for a long time publishes a WAITING report before that. Every rank applies the
+# rules below to the same reports, and the first rule that matches decides. "Reported" means a
+# report of a failed call; "silent" means no report at all.
 #
 #   what the reports show                                          cause                ranks
 #   1. a rank knows that calls differ (MISMATCH)                   REPORTED_MISMATCH    as reported
@@ -80,7 +80,7 @@ class Report:
     #: The difference between the calls, for `Status.MISMATCH`.
     difference: str = ""
 
-    def call(self, number: int) -> bytes:
+    def get_call(self, number: int) -> bytes:
         """Return the packed call with this number, or b"" if it is too old or not made yet."""
         age = self.call_number - number
         return bytes.fromhex(self.calls[-1 - age]) if 0 <= age < len(self.calls) else b""
@@ -212,7 +212,7 @@ def _find_difference(reports: Mapping[int, Report], world_size: int) -> Mismatch
 
 
 def _find_earlier_difference(reports: Mapping[int, Report]) -> Mismatch | None:
-    """Return the first difference between calls before the last one that all ranks have made."""
+    """Return the first difference before the last call that all ranks have made, or None."""
     newest = min((report.call_number for report in reports.values()), default=0)
     oldest = max((r.call_number - len(r.calls) + 1 for r in reports.values()), default=newest)
     for number in range(oldest, newest):
@@ -225,7 +225,7 @@ def _find_earlier_difference(reports: Mapping[int, Report]) -> Mismatch | None:
 
 def _compare_calls(reports: Mapping[int, Report], number: int) -> None:
     """Raise Mismatch if the ranks that remember the call with this number made different calls."""
-    calls = {rank: report.call(number) for rank, report in reports.items()}
+    calls = {rank: report.get_call(number) for rank, report in reports.items()}
     remembered = {rank: call for rank, call in calls.items() if call}
     if remembered:
         compare(list(remembered.values()), list(remembered))

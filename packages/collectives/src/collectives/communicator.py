@@ -194,8 +194,8 @@ class Communicator:
     def run_without_queue(self, call: Call, *tensors: Tensor) -> None:
         """Run a synchronous call for which a gloo group exists, with less overhead than `run`.
 
-        `can_skip_queue` must be True before the tensors are flattened, because earlier calls may
-        still write to them.
+        The caller must check `can_skip_queue` before it flattens the tensors, because earlier calls
+        may still write to them.
         """
         with self.progress.running:
             self.start_call(call.packed)
@@ -291,7 +291,7 @@ class _Execution:
     packed: bytes
     body: Callable[[], None]
     compare_calls: bool
-    #: The timeout of this call in seconds, or None for the group's.
+    #: The timeout of this call in seconds, or None for the timeout of the group.
     timeout: float | None
     #: True if the call writes to a tensor that was created in inference mode. torch allows such a
     #: write only in that mode, which the calling thread may have left.

@@ -58,7 +58,7 @@ CAUSE_KEY = "report/cause"
 
 @dataclass
 class Operation:
-    """The call that a group runs, with the facts that a report needs."""
+    """The call that a group runs, with the details that reports contain."""
 
     #: The number of calls so far, including this one.
     number: int = 0
@@ -107,7 +107,7 @@ class FailureDetector:
         # The time of the store's last answer, a value of time.monotonic.
         self._last_answer = 0.0
         self._arena = topology.arena
-        self._one_host = topology.is_single_host
+        self._is_single_host = topology.is_single_host
         self._point_to_point = point_to_point
         self._gloo = gloo
 
@@ -119,7 +119,7 @@ class FailureDetector:
         """
         if isinstance(error, Mismatch):
             # If only the ranks of this host have compared the call, the other hosts still wait.
-            if not (self._one_host or operation.compares_calls):
+            if not (self._is_single_host or operation.compares_calls):
                 self.leave_group_with_reason(error, operation)
             return error
         if isinstance(error, PeerError):
@@ -137,7 +137,7 @@ class FailureDetector:
     def leave_group_with_reason(self, reason: RankLost | Mismatch, operation: Operation) -> None:
         """Leave the group and publish the reason to the other ranks."""
         self.group_error = RankLost(reason.ranks, str(reason))
-        if not self._one_host:
+        if not self._is_single_host:
             if isinstance(reason, Mismatch):
                 self._publish_report(
                     operation, Status.MISMATCH, blamed=reason.ranks, difference=str(reason)
@@ -154,7 +154,7 @@ class FailureDetector:
         """Publish that `operation` was this rank's last call, and close its connections."""
         if self._arena is not None:
             self._arena.announce_end()
-        if not self._one_host:
+        if not self._is_single_host:
             self._publish_report(operation, Status.LEFT)
         self._close_connections()
 
@@ -168,17 +168,17 @@ class FailureDetector:
             peer = self._point_to_point.waits_for
             if peer is None and self._arena is not None:
                 peer = next(iter(self._arena.list_late_ranks()), None)
-            text = self._report(operation, Status.WAITING, waits_for=peer).to_json()
+            text = self._make_report(operation, Status.WAITING, waits_for=peer).to_json()
         with suppress(TimeoutError, RuntimeError):
             run_within(STORE_SECONDS, lambda: self._store.set(f"waiting/{self._rank}", text))
 
-    def _report(self, operation: Operation, status: Status, **fields: Any) -> Report:
+    def _make_report(self, operation: Operation, status: Status, **fields: Any) -> Report:
         lengths = operation.lengths
         return Report(
             rank=self._rank,
             status=status,
             call_number=operation.number,
-            # A copy, because another thread may append to the calls meanwhile.
+            # Copy the calls, because another thread may append to them meanwhile.
             calls=[call.hex() for call in tuple(operation.calls)],
             lengths=(lengths.sends, lengths.receives) if lengths else None,
             **fields,
@@ -186,7 +186,7 @@ class FailureDetector:
 
     def _publish_report(self, operation: Operation, status: Status, **fields: Any) -> None:
         """Publish this rank's report."""
-        report = self._report(
+        report = self._make_report(
             operation, status, disconnected=self._point_to_point.find_disconnected_peers(), **fields
         )
         text = report.to_json()
@@ -255,7 +255,7 @@ class FailureDetector:
 
     def _find_reported_mismatch(self) -> Mismatch | None:
         """Return the mismatch that a rank of another host has reported, or None."""
-        if self._one_host:
+        if self._is_single_host:
             return None
         with suppress(RankLost):
             report = query_store(STORE_SECONDS, lambda: self._read_report(CAUSE_KEY))

@@ -185,7 +185,7 @@ def _wait_for(
     find_ended: Callable[[], Sequence[int]],
     poll: Callable[[], None] | None,
 ) -> list[int]:
-    """Wait until the rank has written its key, a rank has ended, or the deadline has passed.
+    """Wait until `rank` has written its key, any rank has ended, or the deadline has passed.
 
     Return the ranks that ended before they had written their keys.
     """

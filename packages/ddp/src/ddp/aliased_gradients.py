@@ -78,7 +78,7 @@ def copy_misplaced_grads(buckets: Sequence[Bucket]) -> None:
             gradient = parameter.grad
             if gradient is None or bucket.is_grad_view(slot):
                 continue
-            bucket.forget_moved_grad(slot)
+            bucket.renew_moved_grad_view(slot)
             is_dense = gradient.layout is torch.strided
             if is_dense and gradient.untyped_storage().data_ptr() in storages:
                 parameter.grad = gradient.clone()

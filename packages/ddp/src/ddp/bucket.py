@@ -172,10 +172,10 @@ class Bucket:
                 parameter.grad = self.views[slot].clone()
                 released.append(self.indices[slot])
             else:
-                self.forget_moved_grad(slot)
+                self.renew_moved_grad_view(slot)
         return released
 
-    def forget_moved_grad(self, slot: int) -> None:
+    def renew_moved_grad_view(self, slot: int) -> None:
         """Renew the view of a slot if `module.double()` or `.grad.data = ...` moved `.grad`."""
         if self.parameters[slot].grad is self.grad_views[slot]:
             self.renew_grad_view(slot)
@@ -194,7 +194,7 @@ class Bucket:
         )
 
     def clear(self) -> None:
-        """Reset the state of the step."""
+        """Reset `ready`, `missing` and `deferred` for the next step."""
         self.ready.clear()
         self.missing.clear()
         self.deferred.clear()
@@ -236,7 +236,8 @@ class Bucket:
                 and gradient.data_ptr() == self._addresses[slot]
                 and not self.is_grad_view(slot)
             ):
-                gradient = gradient.clone()  # `.grad` is another view of its slot: its conjugate.
+                # `.grad` is another view of its slot, such as a transpose or a lazy conjugate.
+                gradient = gradient.clone()
             # With create_graph=True, autograd would record the copy into the bucket.
             gradients.append(detach_gradient(gradient))
         return gradients

@@ -56,7 +56,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     By default, the constructor copies weights and buffers from rank 0 to every rank. Buffers are
     copied again before forward passes, as in torch's DDP, and after each synchronized backward
     pass. If parameters are unfrozen, replaced or added later, their gradients are averaged from the
-    next forward pass on. A copy, as of `copy.deepcopy` or `torch.load`, can be evaluated, but its
+    next forward pass on. A copy made by `copy.deepcopy` or `torch.load` can be evaluated, but its
     forward passes with gradients raise `RuntimeError`.
 
     Args:

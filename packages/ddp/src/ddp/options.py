@@ -78,9 +78,9 @@ class Options:
     def compute_bucket_bytes(self, parameters: Iterable[nn.Parameter]) -> tuple[float, ...]:
         """Return the bucket size limits for a model, in bytes.
 
-        With the default size, the first bucket of a model that is larger than one bucket is small,
-        as in torch's DDP, so that its reduction starts early in the backward pass. For a smaller
-        model, the additional reduction would cost more time than it hides.
+        With the default size, the first bucket is small if the model is larger than one bucket. As
+        in torch's DDP, its reduction then starts early in the backward pass. For a smaller model,
+        the additional reduction would cost more time than it hides.
         """
         total_bytes = sum(parameter.nbytes for parameter in parameters)
         if total_bytes > DEFAULT_SIZE_MB * 2**20 and self.bucket_size_mb == (DEFAULT_SIZE_MB,):
@@ -98,7 +98,7 @@ def check_restricted_arguments(arguments: dict[str, Any]) -> None:
     """Raise `TypeError` for unknown names, and `ValueError` for values that are not supported."""
     for name, value in arguments.items():
         if name not in RESTRICTED_ARGUMENTS:
-            raise TypeError(f"DDP has no argument {name!r}")
+            raise TypeError(f"expected arguments of DDP or of torch's DDP, got {name!r}")
         allowed, reason = RESTRICTED_ARGUMENTS[name]
         if not any(value is choice or value == choice for choice in allowed):
             # The value may contain tensors with millions of elements.
@@ -220,7 +220,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(f"parameter {name!r} is on the meta device; call module.to_empty first")
     if hasattr(parameter, "device_mesh"):
         raise ValueError(
-            f"expected plain tensors, got DTensor parameter {name!r}; replace it by a plain "
+            f"expected plain tensors, got DTensor parameter {name!r}; replace it with a plain "
             "tensor, or use torch's fully_shard"
         )
 
@@ -237,7 +237,7 @@ def _check_can_be_copied(named: Iterable[tuple[str, Tensor]]) -> None:
         if any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, strides, strict=True)):
             raise ValueError(
                 f"elements of {name!r} share memory: it has the shape {tuple(tensor.shape)} and "
-                f"the strides {strides}; replace the result of expand() by its clone()"
+                f"the strides {strides}; replace the result of expand() with its clone()"
             )
 
 

@@ -32,7 +32,7 @@ class ReduceGroup:
 
 
 def resolve_group(group: dist.ProcessGroup | None, all_reduce: AllReduce | None) -> ReduceGroup:
-    """Return the `ReduceGroup` of `group`, or of all ranks if `group` is None.
+    """Return `group`, or all ranks if `group` is None, with the `all_reduce` to use on it.
 
     Raises `RuntimeError` if no process group is initialized, and `ValueError` if this rank is not
     part of `group`.

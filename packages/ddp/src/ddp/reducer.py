@@ -10,7 +10,7 @@
 # 3. `launch_ready_buckets`: buckets are launched in index order, which is the same on every rank.
 #    Otherwise ranks would sum buckets that do not match.
 # 4. `launch_all_reduce`: the bucket is reduced while autograd computes the remaining gradients.
-#    Compression and communication hooks replace this all-reduce by other collectives.
+#    Compression and communication hooks replace this all-reduce with other collectives.
 # 5. `finish`: at the end of the backward pass, copy in gradients of earlier passes, launch the
 #    remaining buckets and wait for all of them. Then store the mean in each `.grad` that is not a
 #    view of its bucket.
@@ -168,7 +168,7 @@ class Reducer:
 
     @contextmanager
     def _attribute_errors(self, description: str, work: dist.Work | None = None) -> Iterator[None]:
-        # Failure attribution replaces the error of a lost connection by an error with the rank.
+        # Failure attribution replaces the error of a lost connection with one that names the rank.
         with ExitStack() as stack:
             for extension in self.extensions:
                 stack.enter_context(extension.attribute_errors(description, work))

@@ -107,7 +107,7 @@ class Replica:
         self.reducer.extensions = self._make_extensions()
 
     def _make_reducer(self) -> Reducer:
-        """Allocate the buckets, and replace the hooks by those of the returned reducer.
+        """Allocate the buckets, and replace the hooks with the hooks of the returned reducer.
 
         If the allocation fails, all ranks refuse further steps, because the remaining hooks belong
         to the earlier parameters.
@@ -212,7 +212,7 @@ class Replica:
         self.reducer = self._make_reducer()
 
     def end_forward(self) -> bool:
-        """Return True if the backward pass of the forward pass that ended is synchronized."""
+        """Record the end of a forward pass; return True if its backward pass is synchronized."""
         is_synchronized = self.ddp.require_backward_grad_sync
         self.backward_pass.end_forward(is_synchronized=is_synchronized)
         self.ddp.require_forward_param_sync = is_synchronized

@@ -38,8 +38,7 @@ def compute_double_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, dO, dL, k and v for the cotangents `t_q, t_k, t_v` of dQ, dK, dV.
 
-    The arguments and results of the queries precede those of the keys, as `map_sequences` passes
-    them.
+    The arguments and results of the queries precede those of the keys: see `map_sequences`.
 
     Raises RuntimeError inside of `saved_tensors_hooks` and `save_on_cpu`.
     """

@@ -1,8 +1,8 @@
 """The options that determine the scores of an attention call, as one `AttentionSpec`.
 
 Causal attention is a window whose right bound is 0, so one kind of mask describes every call: a
-band.  Query `i` is at position `p = i + seq_k - seq_q`, which aligns the last query with the last
-key, and it sees keys `p - left` to `p + right`.
+band.  Query `i` is at position `p = i + seq_k - seq_q`, so the last query is at the last key.  It
+sees keys `p - left` to `p + right`.
 """
 
 import numbers
@@ -111,8 +111,7 @@ def make_spec(
 def _check_positive(name: str, value: float, default: str) -> None:
     """Raise TypeError unless `value` is a real number, and ValueError outside `FLOAT32_RANGE`.
 
-    Tensors raise TypeError, because they would lose their gradient and make the CPU wait for the
-    GPU.
+    Tensors raise TypeError: they would lose their gradient and make the CPU wait for the GPU.
     """
     is_number = isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt))
     if not is_number or isinstance(value, bool):

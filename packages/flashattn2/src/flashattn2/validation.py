@@ -69,7 +69,7 @@ def check_boundaries(name: str, cu: Tensor, total: int, on_cpu: bool = False) ->
     On a GPU, the check is a device-side assertion unless `on_cpu` is True.  The operators call this
     function, because only operators can read values in a compiled graph.
     """
-    rule = f"{name} must start at 0, never fall, and end at {total}, the number of rows"
+    rule = f"{name} must start at 0, never decrease, and end at {total}, the number of rows"
     is_valid = (cu[0] == 0) & (cu[-1] == total) & (cu[1:] >= cu[:-1]).all()
     if on_cpu or cu.device.type == "cpu":
         if not is_valid:
@@ -96,8 +96,8 @@ def check_sinks(sinks: Tensor | None, heads: int, q: Tensor) -> None:
         return
     if type(sinks) in PLAIN_TYPES and sinks.is_cpu and sinks.isinf().any():
         raise ValueError(
-            f"expected finite sinks, got {sinks.tolist()}; a head without a sink has a large "
-            "negative number, such as -1e4"
+            f"expected finite sinks, got {sinks.tolist()}; for a head without a sink, pass a "
+            "large negative number such as -1e4"
         )
 
 
@@ -142,8 +142,8 @@ def check_heads(heads: int, kv_heads: int) -> None:
     is_multiple = heads % kv_heads == 0 if kv_heads else heads == 0
     if not is_multiple:
         raise ValueError(
-            f"grouped-query attention needs heads % kv_heads == 0, got {heads} query heads and "
-            f"{kv_heads} key heads"
+            f"expected heads % kv_heads == 0, as in grouped-query attention, got {heads} query "
+            f"heads and {kv_heads} key heads"
         )
 
 

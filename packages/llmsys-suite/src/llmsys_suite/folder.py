@@ -50,7 +50,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Return the folder of a run; raise UsageError for other folders and as `require_whole`."""
+        """Return a run folder; raise UsageError as `require_whole` does, or if it is not one."""
         if not (path / "summary.json").exists():
             raise UsageError(f"expected a run folder, got {path}, which has no summary.json")
         folder = cls(path)
@@ -138,9 +138,9 @@ class RunFolder:
         self.write_json(MANIFEST, digests)
 
     def require_whole(self) -> None:
-        """Raise UsageError if files of a finished run were changed, or for another format.
+        """Raise UsageError if the format is another one, or if files of a finished run changed.
 
-        An unfinished run has no manifest, so that its files are not checked.
+        The files of an unfinished run are not checked, because it has no manifest.
         """
         # A folder of another format is refused as such, not as an edited one.
         is_complete = self.complete

@@ -69,9 +69,9 @@ def rotate(x_BHTK: Tensor) -> Tensor:
 def backpropagate(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> tuple[float, Weights]:
     """Return the loss and its gradient with respect to every weight."""
     leaves = {name: x.detach().requires_grad_() for name, x in w.items()}
-    value = compute_loss(leaves, tokens, targets, heads)
-    grads = torch.autograd.grad(value, list(leaves.values()))
-    return float(value.detach()), dict(zip(leaves, grads, strict=True))
+    loss = compute_loss(leaves, tokens, targets, heads)
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return float(loss.detach()), dict(zip(leaves, grads, strict=True))
 
 
 class AdamW:
@@ -105,14 +105,14 @@ def train(
     measured = []
     for step in range(steps):
         start_time = time.perf_counter()
-        value, grads = backpropagate(w, *draw_batch(text, *shape, seed=0, step=step), heads)
+        loss, grads = backpropagate(w, *draw_batch(text, *shape, seed=0, step=step), heads)
         w = optimizer.step(w, grads)
-        measured.append((value, time.perf_counter() - start_time))
+        measured.append((loss, time.perf_counter() - start_time))
     return w, measured
 
 
 def check_gradients(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> float:
-    """Return the relative error of the gradient g, by finite differences of the loss along g."""
+    """Return the relative error of |g|^2 from central differences of the loss along gradient g."""
     _, g = backpropagate(w, tokens, targets, heads)
     plus, minus = ({n: w[n] + h * g[n] for n in w} for h in (1e-4, -1e-4))
     higher, lower = (float(compute_loss(x, tokens, targets, heads)) for x in (plus, minus))

@@ -3,8 +3,8 @@
     python -m paramserver serve mine:job --server 0 --address tcp://127.0.0.1:5550 --journal state
     python -m paramserver join mine:job --rank 0 --address tcp://127.0.0.1:5550
 
-`mine:job` names a function of an importable module, which returns a `paramserver.Job`, the same in
-all processes. Addresses are in the order of the servers. `keys FILE` writes a pair of CURVE keys.
+`mine:job` names a function of an importable module. It returns the same `paramserver.Job` in all
+processes. Addresses are in the order of the servers. `keys FILE` writes a pair of CURVE keys.
 `recover FOLDER` truncates a damaged journal to its last good record. `convert JOB OLD NEW` converts
 the journals in OLD to the job's number of servers and writes them to NEW.
 """

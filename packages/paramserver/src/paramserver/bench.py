@@ -77,7 +77,7 @@ def measure_exchanges(
     servers: int = 1,
     journal: str | None = None,
 ) -> list[Times]:
-    """Return each worker's push and pull times while all exchange the model concurrently."""
+    """Return each worker's push and pull times while all workers exchange the model."""
     result = run(
         _measure_pushes_and_pulls,
         _Vector(mebibytes),

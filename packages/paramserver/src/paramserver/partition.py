@@ -4,8 +4,8 @@ Parameters are split into shards of equal size, if necessary in the middle of a 
 tensor does not change the updates of an elementwise optimizer such as SGD or Adam. Optimizers that
 use whole tensors, such as Adafactor or Muon, need a single server.
 
-A shard is one flat buffer of bytes whose pieces are views, so that the data
-of a pull or push are sent as one block.
+A shard is one flat buffer of bytes, and its pieces are views of the buffer. The data of a pull or
+push are therefore sent as one block.
 """
 
 import hashlib

@@ -2,9 +2,9 @@
 
 Workers pull a server's parameters and push gradients. In this file they alternate in one process.
 - A worker's clock is the number of its pushes. A worker may pull while it is at most `bound` clocks
-  ahead of the slowest worker (Ho et al. 2013). Bound 0 is bulk-synchronous, infinity asynchronous.
-- Bulk-synchronous training applies the mean gradient of each clock, so it equals training in one
-  process. With any other bound, every gradient is applied when it arrives.
+  ahead of the slowest worker (Ho et al. 2013). If `bound` is infinite, training is asynchronous.
+- With bound 0, training is bulk-synchronous: the server applies the mean gradient of each clock, so
+  the result equals training in one process. Otherwise it applies each gradient when it arrives.
 - DiLoCo (Douillard et al. 2023) is bulk-synchronous. Its gradient is the change of local steps.
 """
 
@@ -62,7 +62,7 @@ class Worker:
         self.number = number
         self.model = copy.deepcopy(model)
         self.loss_of_step = loss_of_step
-        self.clock = 0
+        self.num_steps = 0
 
     def step(self, server: Server) -> None:
         """Pull, compute a gradient and push it; do nothing if this worker may not pull yet."""
@@ -70,8 +70,8 @@ class Worker:
             return
         self._load(server.pull())
         self.model.zero_grad()
-        self.loss_of_step(self.model, self.number, self.clock).backward()
-        self.clock += 1
+        self.loss_of_step(self.model, self.number, self.num_steps).backward()
+        self.num_steps += 1
         parameters = self.model.parameters()
         # A missing gradient counts as zero.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
@@ -83,9 +83,9 @@ class Worker:
         self._load(pulled)
         for _ in range(steps):
             inner.zero_grad()
-            self.loss_of_step(self.model, self.number, self.clock).backward()
+            self.loss_of_step(self.model, self.number, self.num_steps).backward()
             inner.step()
-            self.clock += 1
+            self.num_steps += 1
         pairs = zip(pulled, self.model.parameters(), strict=True)
         server.push(self.number, [old - new.detach() for old, new in pairs])
 
@@ -100,9 +100,9 @@ def train(
     """Train until every worker has taken `steps` steps; return the server's parameters."""
     server = Server(model, optimizer, workers, bound)
     all_workers = [Worker(w, model, loss) for w in range(workers)]
-    while any(worker.clock < steps for worker in all_workers):
+    while any(worker.num_steps < steps for worker in all_workers):
         for worker in all_workers:
-            if worker.clock < steps:
+            if worker.num_steps < steps:
                 worker.step(server)
     return server.pull()
 

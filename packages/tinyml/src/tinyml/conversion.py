@@ -162,8 +162,7 @@ def make_plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.
     """Return a copy of `model` with merged adapters replaced by the merged layers.
 
     Adapters that are not merged remain in the copy. `memo` is the argument of `copy.deepcopy`.
-    Raise `ValueError` if other layers were replaced, because their weights before rounding are
-    lost.
+    Raise `ValueError` if other layers were replaced, because their original weights are lost.
     """
     check_supported(model)
     model = copy.deepcopy(model, memo)

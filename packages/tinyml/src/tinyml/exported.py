@@ -30,7 +30,7 @@ ELEMENTWISE = {
     "sigmoid", "tanh", "silu", "gelu", "elu", "leaky_relu", "softplus", "neg", "abs", "exp",
     "square", "mish", "selu", "celu", "sqrt", "rsub", "pow",
 }  # fmt: skip
-#: Operators that torch defines by other operators (composite operators), and that this package
+#: Operators that torch defines in terms of others (composite operators), and that this package
 #: supports directly. Only graphs with other composite operators, or with operators that write to a
 #: tensor, are decomposed, because the decomposition takes most of the export time.
 COMPOSITE = {

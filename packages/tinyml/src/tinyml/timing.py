@@ -3,8 +3,7 @@
 Both are timed in interleaved rounds. The other implementation replaces the reference only if it is
 clearly faster in most rounds, with its weights in the cache and out of it. Long calls are timed in
 one state only. The measurement ends as early as possible, because a call may take seconds.
-Decisions are stored in a file per user, so that other processes on the same machine need not repeat
-them.
+Decisions are stored in a file per user, so that other processes on the same machine reuse them.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Timing:
     """The selected implementation and the milliseconds of all implementations."""
 
     selected: str
-    #: Medians over the rounds. An implementation that was in no round has the time of its first
+    #: Medians over the rounds. If no round timed an implementation, this is the time of its first
     #: calls, which is extrapolated on a CPU from at most `TRIAL_TOKENS` tokens.
     milliseconds: dict[str, float]
     #: Medians with the weights out of the cache; empty if they were not measured.
@@ -136,9 +135,8 @@ def _measure_rounds(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the milliseconds of interleaved calls, with the weights in the cache and out of it.
 
-    If `is_long`, the lists for the state out of the cache are empty. The rounds end early if
-    `other` can no longer replace `reference`. They also end after a quarter of a second, but not
-    before five rounds.
+    If `is_long`, the lists out of the cache are empty. The rounds end early if `other` can no
+    longer replace `reference`. They also end after a quarter of a second and five rounds.
     """
     fill_the_cache = torch.ones(0 if is_long else _CACHE_BYTES // 4).sum
     warm: dict[str, list[float]] = {name: [] for name in calls}
@@ -238,8 +236,8 @@ def _read_stored() -> dict[str, dict[str, Any]]:
         content = json.loads(get_timing_path().read_text())
     except (OSError, ValueError):
         return {}
-    valid = isinstance(content, dict) and all(isinstance(v, dict) for v in content.values())
-    return content if valid else {}
+    is_valid = isinstance(content, dict) and all(isinstance(v, dict) for v in content.values())
+    return content if is_valid else {}
 
 
 @cache

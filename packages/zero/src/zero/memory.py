@@ -40,7 +40,7 @@ Loss = Callable[[nn.Module], Tensor]
 class Moment:
     """Bytes by kind at one moment of a step, and the peak since the previous moment.
 
-    `activations` is only determined after the forward pass, and 0 at other moments.
+    `activations` is determined after the forward pass only, and is 0 at other moments.
     """
 
     name: str

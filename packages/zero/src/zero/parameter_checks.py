@@ -26,7 +26,7 @@ def check_shardable(
     """Raise ValueError if memory ranges of parameters overlap, or if they cannot be trained.
 
     buffers: the named buffers of the module, whose memory must not overlap with that of trained
-    parameters.
+        parameters.
     """
     # Entries that are not tensors are refused by torch's optimizers.
     parameters = [entry for entry in named if isinstance(entry[1], Tensor)]
@@ -162,9 +162,9 @@ def check_equal_on_all_ranks(written: Sequence[nn.Parameter], communicator: Comm
     for parameter in written:
         values = as_bytes(parameter.detach().cpu().contiguous())
         checksums.append(zlib.crc32(values.numpy().tobytes()))
-    everyone = communicator.gather_objects(checksums)
+    checksums_of_ranks = communicator.gather_objects(checksums)
     for index, parameter in enumerate(written):
-        if len({gathered[index] for gathered in everyone}) > 1:
+        if len({gathered[index] for gathered in checksums_of_ranks}) > 1:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} was written to since the last "
                 "step and differs between ranks: make the same changes on every rank (a forward "

@@ -62,7 +62,7 @@ class PlainShardedOptimizer:
         self.optimizer = optimizer_cls([self.shard], **options)
 
     def step(self) -> None:
-        """Average this rank's shard of the gradients, step the shard, and gather all shards."""
+        """Average this rank's shard of gradients, step it, gather all shards, and clear `.grad`."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         gradients = flatten(grads, self.world_size)
         if self.stage == 2:  # ShardedOptimizer frees each bucket of gradients when it is sent.

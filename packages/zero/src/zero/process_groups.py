@@ -2,7 +2,7 @@
 
 The caller may pass functions with torch.distributed's signatures for reduce-scatter, all-gather and
 all-reduce. Their defaults on gloo are the functions of `zero.gloo_collectives`. If a collective
-fails, the error names the ranks that do not respond, or the different calls of the ranks.
+fails, the error names the unresponsive ranks or, if all ranks respond, their different calls.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Communicator:
                 f"expected a group that contains this rank, got a group without global rank "
                 f"{dist.get_rank()}: pass this rank's group"
             )
-        # `get_backend` may not return "gloo" although all devices use gloo, for example with the
+        # `get_backend` may return another name although all devices use gloo, for example with the
         # backend "cpu:gloo", or with the default backend on a machine without a GPU.
         config = dist.get_backend_config(group)
         if all(device.endswith(":gloo") for device in config.split(",")):
@@ -205,7 +205,7 @@ class Communicator:
         return self._start("all_reduce", tensor, self._all_reduce, tensor)
 
     def reduce(self, tensor: Tensor, owner: int) -> Work:
-        """Start the sum of `tensor` over ranks for group rank `owner`; any rank's may change."""
+        """Start summing `tensor` for group rank `owner`; any rank's tensor may change."""
         return self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
 
     def broadcast(self, tensor: Tensor, owner: int) -> Work:
@@ -324,9 +324,9 @@ FINISHED = _FinishedWork()
 def wire_bytes(payload: dict[str, int], world: int) -> float:
     """Return the bytes that one rank sends, on average, for the payloads of `pop_bytes()`.
 
-    In a reduce-scatter, an all-gather, a reduce and a broadcast, each element is sent n-1 times in
-    total, so each of n ranks sends (n-1)/n of the array on average. Every all-reduce is counted as
-    a ring, which sends twice as much.
+    Each element of a reduce-scatter, an all-gather, a reduce or a broadcast is sent n-1 times in
+    total. Each of n ranks therefore sends (n-1)/n of the array on average. Every all-reduce is
+    counted as a ring, which sends twice as much.
     """
     return (sum(payload.values()) + payload.get("all_reduce", 0)) * (world - 1) / world
 

@@ -150,8 +150,8 @@ def fits(
     )
 
 
-# Operators with hidden memory: packed weights are not tensors, and the fake kernels of LSTMs return
-# an empty workspace.
+#: Operators with hidden memory: packed weights are not tensors, and the fake kernels of LSTMs
+#: return an empty workspace.
 _HIDE_MEMORY = ("quantized.", "aten.mkldnn_rnn_layer.", "aten._cudnn_rnn.", "aten.miopen_rnn.")
 
 

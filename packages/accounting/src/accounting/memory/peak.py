@@ -265,7 +265,7 @@ class _Unsharded:
     def count_gathered_bytes(
         self, blocks: int, *others: Breakdown | None, done: int = 0
     ) -> Breakdown | None:
-        """Return the gathered weights of the ends and of `blocks` blocks, with `others`.
+        """Return the gathered weights of the ends and of `blocks` blocks, added to `others`.
 
         `done` is the number of blocks whose backward is complete. The result is None without
         ZeRO-3 or with a single data rank, because nothing is gathered.
@@ -283,8 +283,8 @@ def _iter_parts_of_block(
 ) -> Iterator[tuple[str, Breakdown]]:
     """Yield the live tensors in the backward of one block: in its MLP, and in its attention.
 
-    In the MLP, all saved tensors of the block are alive. In the attention, only its own saved
-    tensors are. Both include the temporary gradients.
+    In the MLP, all saved tensors of the block are alive. In the attention, only those of the
+    attention are alive. Both include the temporary gradients.
     """
     size = get_itemsize(work.kind.activations)
     core = (block["attention"],) if "attention" in block else ()

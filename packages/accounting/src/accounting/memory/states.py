@@ -90,7 +90,7 @@ def count_cast_weight_bytes(
 
 
 def count_tied_gradient_bytes(model: Transformer, plan: Plan, kind: Precision) -> Breakdown | None:
-    """Return the temporary tensors while a tied table's two gradients are added; None if untied.
+    """Return the temporary bytes while a tied table's two gradients are added; None if untied.
 
     The gradient of the head, the gradient of the embedding, and their sum exist at once. The sum is
     temporary if ZeRO shards gradients, or if a step has several micro-batches. Otherwise the sum

@@ -9,7 +9,7 @@ from accounting.model.family_tables import ALIASES, read_mixer_tables
 from accounting.model.formulas import FUNCTIONS, Table, evaluate
 from accounting.model.records import RECORDS, Matrix, Mixer, Window
 
-# Keys of a table that are not fields of a `Transformer`.
+#: Keys of a table that are not fields of a `Transformer`.
 _OTHER_KEYS = (
     "like",
     "fields",

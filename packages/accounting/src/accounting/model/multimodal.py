@@ -9,12 +9,12 @@ from accounting.model.family_tables import FAMILIES, MULTIMODAL, NESTED_SIZES, T
 from accounting.model.formulas import Table
 from accounting.model.records import Matrix
 
-# A function from keyword arguments of a `Transformer` to the number of parameters in each part.
+#: A function from keyword arguments of a `Transformer` to the number of parameters in each part.
 PartSizes = Callable[[Table], dict[str, int]]
 
-# Fields in which multimodal configurations nest the configuration of their language model.
+#: Fields in which multimodal configurations nest the configuration of their language model.
 _NESTED = ("text_config", "llm_config", "language_config")
-# Families whose head has the sizes at the top of the file; the language model must have the same.
+#: Families whose head has the sizes at the top of the file; the language model must have the same.
 _OUTER_HEAD = ("ovis2",)
 
 

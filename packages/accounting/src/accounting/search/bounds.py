@@ -169,7 +169,8 @@ class Bounds:
                 beside = few + block * (self._gathered + self._gradient)
                 return states + self._gradient * shard + saved + temporary + beside
             # See Note [FSDP2 under torch's pipeline schedules] in memory/fsdp_pipeline.py.
-            temporary, gradients = 0.0, self._gradient * whole
+            temporary = 0.0
+            gradients = self._gradient * whole
         else:
             few = every = 0.0
             gradients = self._gradient * (shard if zero >= 2 else whole)
@@ -275,16 +276,16 @@ class Bounds:
         """Return the traffic of each collective of data parallelism."""
         layout, expert, zero = candidate
         memory = self._stage_memory(layout.tensor, layout.recompute, stage)
-        ends, reshards = memory.ends * (zero == 3), self._space.reshards
+        ends = memory.ends if zero == 3 else 0.0
+        reshards = self._space.reshards
         sizes = {"gradients": self._gradient}
         sizes["weights"] = self._gathered if zero == 3 else self._weight
-        # Ranks with the same experts are `expert` times as far apart.
-        far = layout.tensor * expert, layout.replicas // expert
         traffic = []
         for count, stride, ranks, is_resharded in (
             (memory.dense - ends, layout.tensor, layout.replicas, reshards),
             (ends, layout.tensor, layout.replicas, False),
-            (memory.routed / expert, *far, reshards),
+            # Ranks with the same experts are `expert` times as far apart.
+            (memory.routed / expert, layout.tensor * expert, layout.replicas // expert, reshards),
         ):
             for call in list_state_calls(zero, layout.pipeline, layout.microbatches, is_resharded):
                 size = count * sizes[call.payload]

@@ -75,8 +75,8 @@ def plans_that_fit(
     - expert-parallel degrees, all kinds of recomputation, and all sizes of a micro-batch,
     - ZeRO stages 0 to 3, except stage 2 in a pipeline and stage 3 with interleaved chunks.
 
-    Every degree divides the number of devices and the sizes of the model. Plans with tensor
-    parallelism are sequence-parallel, and ZeRO-3 reshards after the forward.
+    The data, tensor, pipeline and context degrees multiply to `devices`, and every plan passes
+    `Plan.check`. Tensor-parallel plans are sequence-parallel; ZeRO-3 reshards after the forward.
 
     A tenth of the memory is left for buffers and fragmentation. `memory_bytes` replaces the memory
     of the device. `training_memory` computes the memory with `fused_gate=True`: one kernel computes

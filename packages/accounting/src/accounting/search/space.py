@@ -235,7 +235,7 @@ class Space:
         ]
 
     def _has_zero(self, zero: int, replicas: int, pipeline: int, schedule: str) -> bool:
-        """Return True if the search proposes this ZeRO stage."""
+        """Return True if the search proposes this ZeRO stage for these degrees and schedule."""
         if pipeline == 1 or replicas == 1:
             return True
         # torch's schedules accumulate unsharded gradients, so ZeRO-2 would have no effect.

@@ -48,7 +48,7 @@ class Collective:
         return simplify(self.wire_fraction * self.count * self.call_bytes)
 
     def compute_seconds(self, link: Link) -> float:
-        """Return the seconds of all calls; see `seconds` of this module."""
+        """Return the seconds of all calls; see the function `compute_seconds`."""
         return compute_seconds(self.operation, self.ranks, self.count, float(self.call_bytes), link)
 
 

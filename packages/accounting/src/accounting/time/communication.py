@@ -29,7 +29,7 @@ def communication(
 ) -> Communication:
     """Return the collectives that one device of a pipeline `stage` runs in a training step.
 
-    `batch` is the number of sequences of the whole step, each with `seq` tokens; 0 selects the
+    `batch` is the number of sequences of the whole step, each with `seq` tokens; 0 selects only the
     collectives of weights and gradients. `weights`, `gradients` and `activations` are the dtypes of
     the messages. Raises `ValueError` if the plan is not valid for the model or the batch, or if the
     training step of the model is not modeled.
@@ -141,8 +141,7 @@ def _iter_tensor_collectives(
         ("tensor-parallel backward", "all_reduce", backward),
     ]
     if plan.sequence_parallel:
-        # Each all-reduce is split into its two phases, and the backward gathers the inputs a second
-        # time.
+        # Each all-reduce is split into its two phases, and the backward gathers the inputs again.
         rows = [
             ("sequence-parallel forward gathers", "all_gather", blocks + recomputed + last),
             ("sequence-parallel forward scatters", "reduce_scatter", forward),

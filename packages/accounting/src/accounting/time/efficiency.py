@@ -65,7 +65,7 @@ def compute_stage_rates(
         is_head = model.tied and model.lm_head and matrix.split == "rows"
         if matrix.kind != "matrix" and not (matrix.kind == "table" and is_head):
             continue
-        # A pooler multiplies one vector per sequence, and a patch embedding no class token.
+        # A pooler multiplies one vector per sequence; a patch embedding skips class tokens.
         used = 1 / work.seq if matrix.applies_to == "sequence" else 1 - matrix.skips / work.seq
         passes = block_passes if matrix.layers is not None else 3.0
         repeats = passes * matrix.count * used

@@ -12,8 +12,7 @@ must exceed
     summed      alpha F / (Y M_X (F - alpha Y / M_Y))   if FSDP and TP use the links in sequence
     overlapped  alpha / (Y M_X)                         if both run at once and Y < F M_Y / alpha
 
-The closed form 4 alpha^2 / (M_X M_Y F) is the minimum of `summed` over Y and holds only at this
-minimum.
+The closed form 4 alpha^2 / (M_X M_Y F) is the minimum of `summed` over Y and holds only there.
 """
 
 from dataclasses import dataclass
@@ -48,13 +47,12 @@ def compute_bound_batch(
 ) -> MeshBatch:
     """Return the smallest compute-bound batch for X = `fsdp` and Y = `tensor` devices.
 
-    `flops_per_second` is the peak C of a device and `axis_bytes_per_second` the bandwidth W of one
-    axis. `comms` is `overlapped` if the traffic of FSDP and of tensor parallelism run at once.
-    Raises `ValueError` if no batch is compute-bound.
+    `d_ff` is the width F, `flops_per_second` the peak C of a device, and `axis_bytes_per_second`
+    the bandwidth W of one axis. `comms` is `overlapped` if the traffic of FSDP and that of tensor
+    parallelism run at once. Raises `ValueError` if no batch is compute-bound.
     """
     alpha = flops_per_second / axis_bytes_per_second
-    # Time of tensor parallelism as a fraction of the compute time; the ratio does not depend on the
-    # batch.
+    # Time of tensor parallelism as a fraction of the compute time, which no batch size changes.
     tensor_fraction = alpha * tensor / (tensor_axes * d_ff)
     if tensor_fraction >= 1:
         raise ValueError(

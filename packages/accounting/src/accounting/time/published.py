@@ -62,7 +62,7 @@ class PublishedRun:
 _SIZES = ("layers", "d_model", "heads")
 
 
-def _read() -> tuple[PublishedRun, ...]:
+def _read_runs() -> tuple[PublishedRun, ...]:
     """Return the runs of published.toml."""
     text = Path(__file__).with_name("published.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
@@ -136,7 +136,7 @@ def _compute_measured_seconds(entry: dict[str, Any], model: dict[str, Any], devi
     return evaluate(entry["seconds"])
 
 
-RUNS: tuple[PublishedRun, ...] = _read()
+RUNS: tuple[PublishedRun, ...] = _read_runs()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,13 +192,14 @@ def list_ratios(group: Group | None = None) -> tuple[LogRatio, ...]:
 @cache
 def _compute_ratio(index: int) -> LogRatio:
     run = RUNS[index]
-    usual = held_out = math.log(run.seconds / float(compute_modeled_seconds(run).total))
+    with_all_constants = math.log(run.seconds / float(compute_modeled_seconds(run).total))
+    held_out = with_all_constants
     if run.fitted:
         held_out = math.log(run.seconds / float(compute_modeled_seconds(run, held_out=True).total))
     return LogRatio(
         source=run.source.split(",")[0],
         group=run.group,
-        with_all_constants=usual,
+        with_all_constants=with_all_constants,
         held_out=held_out,
     )
 
@@ -228,8 +229,8 @@ def _remove_fitted_constants(device: Hardware) -> Hardware:
     peaks = dict(device.peaks)
     if "fp8" in peaks:
         # Scaling the fp8 peak by this ratio replaces the fp8 fraction with the bf16 fraction.
-        usual = MATMUL_FRACTION["bf16"] / MATMUL_FRACTION["fp8"]
-        peaks["fp8"] = round(peaks["fp8"] * usual)
+        ratio = MATMUL_FRACTION["bf16"] / MATMUL_FRACTION["fp8"]
+        peaks["fp8"] = round(peaks["fp8"] * ratio)
     return replace(device, power_factor=1.0, peaks=peaks)
 
 

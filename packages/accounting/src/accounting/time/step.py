@@ -104,10 +104,11 @@ def _list_stage_seconds(
     model: Transformer, plan: Plan, work: Workload, stage: int, device: Hardware
 ) -> list[Breakdown]:
     attention = count_attention_flops(model, plan, work, stage)
-    core = 1 / (device.peak(work.kind.activations) * device.attention_fraction)
-    scores = multiply("attention", "s", flops=attention, seconds_per_flop=core)
+    seconds_per_flop = 1 / (device.peak(work.kind.activations) * device.attention_fraction)
+    scores = multiply("attention", "s", flops=attention, seconds_per_flop=seconds_per_flop)
     stage_model = plan.build_stage_model(model, stage)
-    rates, tokens = compute_stage_rates(stage_model, plan, work, device), work.tokens(plan)
+    rates = compute_stage_rates(stage_model, plan, work, device)
+    tokens = work.tokens(plan)
     weights = rates.dense_weights + rates.routed_weights / plan.expert
 
     def multiply_by_microbatches(name: str, seconds: float) -> Breakdown:
@@ -136,8 +137,7 @@ def count_attention_flops(model: Transformer, plan: Plan, work: Workload, stage:
         recomputed = operations["recomputed"]
         attention += sum(float(part.total) for part in recomputed if part.name != "blocks")
     if plan.recompute == "full":
-        # A second forward of the blocks adds a third of their training operations, including
-        # attention.
+        # A second forward of the blocks adds a third of the training operations of attention.
         attention += core / 3
     return attention / (plan.tensor * plan.context)
 
@@ -147,7 +147,8 @@ def _compute_optimizer_seconds(
 ) -> Breakdown:
     """Return the seconds to read and write each weight, gradient and optimizer state once."""
     seconds_per_byte = 1 / (device.memory_bandwidth * BANDWIDTH_FRACTION)
-    count, moved = _count_updated_parameters(model, plan), 2 * kind.bytes_per_parameter
+    count = _count_updated_parameters(model, plan)
+    moved = 2 * kind.bytes_per_parameter
     return multiply(
         "optimizer", "s", parameters=count, bytes=moved, seconds_per_byte=seconds_per_byte
     )

@@ -141,7 +141,8 @@ class PointToPoint:
         receiving = self._start([], [(source, buffer) for buffer in buffers[:1]])
         sending = self._start([(target, piece) for piece in _split_message(outgoing)], [])
         for i, (local_piece, out_piece) in enumerate(zip(_split_message(local), outs, strict=True)):
-            current, receiving = receiving, []
+            current = receiving
+            receiving = []
             if i + 1 < len(outs):
                 buffer = buffers[(i + 1) % 2][: outs[i + 1].numel()]
                 receiving = self._start([], [(source, buffer)])

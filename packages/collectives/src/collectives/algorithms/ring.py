@@ -10,9 +10,9 @@ For n ranks and S bytes (Patarasuk and Yuan, 2009), a rank sends
 
 In no algorithm does the busiest rank send fewer bytes, so the ring is the choice for long messages.
 
-A ring sends partial sums, so a dtype that accumulates in a wider one would be rounded at every
-step. For such a dtype, `reduce_directly` sends each slice to its owner instead: the same
-bytes and steps, and one rounding.
+A ring sends partial sums in the dtype of the tensor. For a dtype that accumulates in a wider one,
+every step would round them. `reduce_directly` then sends each slice to its owner, which rounds the
+sum once. The bytes are the same, and a rank sends to all owners at the same time.
 """
 
 from collections.abc import Sequence

@@ -37,7 +37,7 @@ _TCP_INFO_BYTES = 256
 
 @dataclass(frozen=True)
 class Times:
-    """The times of one contender; each time is that of the slowest rank."""
+    """The times of one contender; each time is the time of the slowest rank."""
 
     #: Mean seconds per call, by round.
     rounds: np.ndarray

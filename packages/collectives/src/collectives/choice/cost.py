@@ -82,7 +82,7 @@ class CostModel:
         distinguish messages from operations. The model does not store the samples, so it predicts
         from prices only. scipy uses the active-set method of Lawson and Hanson, 1974, chapter 23.
         """
-        # Imported here, because it is slow and most programs never fit a model.
+        # The import is slow, and most programs never fit a model.
         from scipy.optimize import nnls
 
         samples = [sample for sample in samples if sample.algorithm != NATIVE]
@@ -100,8 +100,7 @@ class CostModel:
         ]
         rows = np.array([astuple(count) for count in counts])
         rows /= np.array([sample.seconds for sample in samples])[:, None]
-        # Columns are scaled to equal length. Otherwise prices in nanoseconds would be rounded to
-        # zero.
+        # Scale columns to equal length. Otherwise prices in nanoseconds would be rounded to zero.
         scale = np.linalg.norm(rows, axis=0)
         scale[scale == 0] = 1.0
         prices, _ = nnls(rows / scale, np.ones(len(samples)))
@@ -112,8 +111,8 @@ class CostModel:
     ) -> float:
         """Return the predicted seconds of a call of `size_bytes` bytes.
 
-        For example, `ranks_per_host` is (4,) for one host with four ranks. Raise ValueError if the
-        algorithm cannot run the collective there and was not measured.
+        For example, `ranks_per_host` is (4,) for one host with four ranks. Raise ValueError for a
+        negative size, and for an algorithm that was not measured and cannot run such a call.
         """
         if size_bytes < 0:
             raise ValueError(f"expected size_bytes of at least 0, got {size_bytes}")

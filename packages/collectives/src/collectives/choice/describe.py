@@ -68,7 +68,7 @@ class Description:
 def describe(group: Any = None) -> Description:
     """Return the description of `group`, or of the default group if it is None.
 
-    Every rank must make the first call on a group, because it sets the group up.
+    Every rank must make the first call on a group, because that call sets up the group.
     """
     comm = get_communicator(group)
     topology = comm.topology
@@ -79,7 +79,7 @@ def describe(group: Any = None) -> Description:
         rank=comm.rank,
         hosts=tuple(tuple(host) for host in topology.hosts),
         shared_memory=topology.is_single_host,
-        why_not_shared=dict(topology.why_not),
+        why_not_shared=dict(topology.why_not_shared),
         engine=f"Python ({reason})" if reason else "compiled",
         models=dict(comm.cost_models),
         timeout_seconds=comm.group_timeout,

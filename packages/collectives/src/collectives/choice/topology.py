@@ -63,7 +63,7 @@ class Topology:
                 has_engine=len(engines) == 1 and "" not in engines,
             )
         #: For each rank that does not share memory with this rank, the reason.
-        self.why_not = {
+        self.why_not_shared = {
             other: _explain_refusal(addresses[rank], addresses[other])
             for other in range(world_size)
             if other not in self.local_ranks

@@ -132,8 +132,7 @@ class ProgressQueue:
     def close(self) -> None:
         """End the progress thread after the queued calls.
 
-        The queued calls may be waiting for lost ranks, so this method waits at most
-        `CLOSE_SECONDS`.
+        These calls may wait for lost ranks, so this method waits at most `CLOSE_SECONDS`.
         """
         with self.submitting:
             thread = self._thread

@@ -86,7 +86,8 @@ class Work(dist.Work):
         seconds = min(self._timeout + GRACE_SECONDS, threading.TIMEOUT_MAX)
         count = self._count_calls()
         while not self._done.wait(seconds):
-            previous, count = count, self._count_calls()
+            previous = count
+            count = self._count_calls()
             if count == previous:
                 raise RuntimeError(
                     f"timed out: the operation has not finished {seconds:g} s after the one before "

@@ -16,7 +16,7 @@ class Options:
     op: Any
     root: int
     async_op: bool
-    #: The timeout of the call, or None for the group's.
+    #: The timeout of the call, or None for the timeout of the group.
     timeout: timedelta | None
 
     @staticmethod

@@ -1,7 +1,6 @@
 """The three kinds of methods of the registered backend: this package's, gloo's, and refused ones.
 
-Methods of the first two kinds forward tensors that are not on the CPU to the backend of their
-device.
+Methods of the first two kinds pass tensors of other devices to the backends of those devices.
 """
 
 import inspect
@@ -87,8 +86,7 @@ def use_gloo(name: str) -> Method:
 def refuse_call(name: str, backend: str, remedy: str) -> Method:
     """Return a method that raises NotImplementedError.
 
-    The inherited method would address gloo only, and so have no effect on the calls of this
-    package.
+    The inherited method would affect gloo only, not the calls of this package.
     """
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:

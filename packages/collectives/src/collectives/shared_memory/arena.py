@@ -1,8 +1,12 @@
 """The arena: the memory that the ranks of one host share, and the clocks that synchronize them.
 
-Each rank owns a segment: a clock, the number of peers that sleep until this clock changes, the
-announcements that the rank has left the group, without or after an error, two cells for the
-fingerprint of its call, two cells for a note, the ranks that it blames, and two slots of data.
+Each rank owns a segment, which contains
+
+    a clock, and the number of peers that sleep until it changes
+    two announcements that the rank has left the group: without an error, and after an error
+    two cells for the fingerprint of its call, and two cells for a note
+    the ranks that it blames for an error
+    two slots of data
 
 A tick increments the rank's clock and waits until the clocks of all ranks have reached that value.
 One rule makes every protocol safe with a single tick per step:
@@ -170,8 +174,7 @@ class Arena:
         tick = self._shared.tick = self.tick + 1
         clocks = self._clocks
         clocks[self.rank][0] = tick
-        # All ranks have one deadline, so a late rank does not extend the wait for the other
-        # ranks.
+        # All ranks have one deadline, so a late rank does not extend the wait for other ranks.
         deadline = time.monotonic() + self.timeout
         for i in self._others:
             if clocks[i][0] < tick:
@@ -353,7 +356,7 @@ class Arena:
         fingerprint.compare_lengths(dict(enumerate(lengths)), self.group_ranks)
 
     def get_slots(self, dtype: torch.dtype, *, ahead: int = 0) -> list[Tensor]:
-        """Return all ranks' slots of the last tick, or `ahead` ticks later, as `dtype`."""
+        """Return all ranks' slots, viewed as `dtype`, at `ahead` ticks after the last tick."""
         cell = (self.tick + ahead) & 1
         if (dtype, cell) not in self._views:
             with torch.inference_mode(False):

@@ -170,8 +170,8 @@ def _find_folder() -> Path:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             status = folder.lstat()
-            private = status.st_uid == os.getuid() and not status.st_mode & 0o022
-            if private and stat.S_ISDIR(status.st_mode) and os.access(folder, os.W_OK):
+            is_private = status.st_uid == os.getuid() and not status.st_mode & 0o022
+            if is_private and stat.S_ISDIR(status.st_mode) and os.access(folder, os.W_OK):
                 return folder
     return Path(tempfile.mkdtemp(prefix="collectives-"))
 

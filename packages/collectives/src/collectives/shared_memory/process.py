@@ -27,7 +27,7 @@ class PeerProcess:
         self._start_time = status[1] if status is not None else ""
 
     def has_ended(self) -> bool:
-        """Return True once the process has ended, even if its parent has not waited for it."""
+        """Return True if the process has ended, even if its parent has not waited for it."""
         status = self._read_status()
         return status is None or status[0] in "ZX" or status[1] != self._start_time
 

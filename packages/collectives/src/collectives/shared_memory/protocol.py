@@ -51,14 +51,14 @@ def all_reduce(
         return
     # The Python implementation cannot reduce in place, so all ranks copy through the slots.
     arena.announce(packed)
-    small = flat.numel() * flat.element_size() <= ONE_SHOT_BYTES
+    is_small = flat.numel() * flat.element_size() <= ONE_SHOT_BYTES
     scratch = _allocate_scratch(flat)
     for i, piece in enumerate(split_into_pieces(flat, SLOT_BYTES // flat.element_size())):
         _copy_in(arena, piece)
         arena.sync()
         if i == 0:
             arena.compare_calls()
-        if small or arena.world_size <= 2:
+        if is_small or arena.world_size <= 2:
             reduce_into(op, _get_copies(arena, piece), piece, scratch)
         else:
             _sum_slices(arena, piece, op, scratch)
@@ -195,7 +195,7 @@ def _copy_in(arena: Arena, piece: Tensor) -> None:
 
 
 def _get_copies(arena: Arena, piece: Tensor, *, ahead: int = 0) -> list[Tensor]:
-    """Return the part for a piece in all ranks' slots of the last tick, or `ahead` ticks later."""
+    """Return the part for a piece in the slots of all ranks; see `Arena.get_slots`."""
     return [slot[: piece.numel()] for slot in arena.get_slots(piece.dtype, ahead=ahead)]
 
 

@@ -37,8 +37,8 @@ class BackwardPass:
         #: True if the last forward pass requests synchronization, False if it ran in `no_sync`.
         #: None while a forward pass with gradients runs and after a synchronized step.
         self._forward_decision: bool | None = None
-        #: True if this backward pass has reached an output of a forward pass that requests
-        #: synchronization, False if it has reached other outputs only, None if it has reached none.
+        #: True if a reached output belongs to a forward pass that requests synchronization, False
+        #: if no reached output does. None before this backward pass reaches an output.
         self._output_decision: bool | None = None
 
     @property
@@ -52,7 +52,7 @@ class BackwardPass:
         return self._forward_decision if self._output_decision is None else self._output_decision
 
     def start_forward(self) -> None:
-        """Forget the decision of the last forward pass."""
+        """Discard the decision of the last forward pass, and an interrupted backward pass."""
         self._forward_decision = None
         self.discard_interrupted()
 
@@ -77,7 +77,7 @@ class BackwardPass:
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def end_step(self) -> None:
-        """Forget the decisions and requests that applied to the step."""
+        """Discard the decision of the last forward pass and the request to synchronize."""
         self._forward_decision = None
         self.is_sync_requested = False
 

@@ -32,7 +32,7 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 from ddp.bench.designs import Design, Timing, Workload, make_designs
-from ddp.bench.rows import Link, Measured, Row, compute_median_rows
+from ddp.bench.rows import Link, Row, WorkloadTimings, compute_median_rows
 from ddp.metering.trace import draw_steps, write_atomically
 
 SIZES_MB = (1.0, 10.0, 25.0, 100.0, 1000.0)
@@ -121,7 +121,7 @@ def _measure_rows(options: BenchOptions) -> list[Row]:
 
 def _measure(
     options: BenchOptions, workload: Workload, link: Link, device: torch.device
-) -> Measured:
+) -> WorkloadTimings:
     """Run one step of each design per round, and return the timings of the slowest rank."""
     module, loss = workload(device)
     model_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
@@ -138,7 +138,7 @@ def _measure(
     slowest = seconds.to(device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     timings = slowest.cpu().numpy()
-    return Measured(
+    return WorkloadTimings(
         workload.__name__,
         model_bytes,
         link,

@@ -35,7 +35,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Measured:
+class WorkloadTimings:
     """The timings of one workload."""
 
     workload: str

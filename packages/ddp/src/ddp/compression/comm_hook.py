@@ -23,7 +23,7 @@ Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 class GradBucket:
     """A bucket with the methods of `torch.distributed.GradBucket`, which only C++ can construct.
 
-    `views` are tensors with the shape and strides of each gradient.
+    `views` contains one tensor per gradient, with the shape and strides of the gradient.
     """
 
     def __init__(

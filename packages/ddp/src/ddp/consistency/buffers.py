@@ -60,7 +60,7 @@ def gather_participating_ranks(replica: Any, *, is_participating: bool) -> list[
     run_collective(
         partial(dist.all_reduce, group=group.process_group),
         flags,
-        "the exchange of which ranks take part in join()",
+        "the exchange of the ranks that take part in join()",
         replica.failures.attribute_errors,
     )
     return [rank for rank, flag in enumerate(flags.tolist()) if flag]

@@ -5,7 +5,7 @@
 # The error of a lost connection names neither the lost rank nor the cause. So each rank that fails
 # writes its reason to the store of the process group. A waiting rank checks the store every
 # `POLL_INTERVAL`. A rank that loses a connection waits up to `GRACE_SECONDS` for the reasons of the
-# other ranks. A rank that writes no reason in this time ended, hangs, or raised an error elsewhere.
+# other ranks. A rank that writes no reason in this time has ended, hangs, or failed elsewhere.
 #
 # Ranks also rendezvous through the store when their parameters change. A rank that waits in a
 # collective reads from the store whether another rank waits at a rendezvous instead.
@@ -61,7 +61,7 @@ class FailureAttribution(Extension):
 
     @contextmanager
     def attribute_errors(self, description: str, work: dist.Work | None = None) -> Iterator[None]:
-        """Replace an error of a collective in the block by an error that names the failed rank.
+        """Replace an error of a collective in the block with an error that names the failed rank.
 
         `work` is polled until it completes, so that the failure of another rank ends the wait.
         """

@@ -128,7 +128,7 @@ class GradientAgreement(Extension):
         else:
             step.unused |= missing.keys() - missing_on_some
 
-    def forget_versions(self) -> None:
+    def reset_versions(self) -> None:
         """Skip the comparison in the next step, because weights were copied from another rank."""
         self._step_parameters = ()
 
@@ -232,8 +232,8 @@ def _check_missing(reports: dict[int, GradientReport], unused: set[str]) -> None
 def check_unused(parameters: Mapping[str, nn.Parameter], trained: Sequence[str], rank: int) -> None:
     """Raise `RuntimeError`, with the message of torch's DDP, if one of `parameters` is not frozen.
 
-    `parameters` are those that no rank used in the last step, and `trained` the names of all
-    trained parameters. The caller may have frozen parameters since the last step.
+    `parameters` contains the parameters that no rank used in the last step, and `trained` contains
+    the names of all trained parameters. The caller may have frozen parameters since that step.
     """
     names = [name for name, parameter in parameters.items() if parameter.requires_grad]
     if not names:

@@ -16,7 +16,7 @@ class GradientParts:
         self.start_step()
 
     def start_step(self) -> None:
-        """Reset the number of remaining parts."""
+        """Reset the number of remaining parts of each gradient."""
         self._remaining = list(self._counts)
         # Before a rank without inputs in `join()` computes gradients, it takes part in other steps.
         self._is_counting = not any(self._counts)

@@ -29,8 +29,8 @@ def check_same_model(
 
     The error names the rank and the parameter, buffer or setting. This is a collective.
     """
-    own_settings = {name: str(value) for name, value in settings.items()}
-    gathered = gather_objects((describe_model(module, ignored), own_settings), group)
+    local_settings = {name: str(value) for name, value in settings.items()}
+    gathered = gather_objects((describe_model(module, ignored), local_settings), group)
     _, settings_of_rank0 = gathered[0]
     for rank, (_, settings_of_rank) in enumerate(gathered):
         for name, value in settings_of_rank0.items():

@@ -21,16 +21,14 @@ def refuse_shared_gradients(
     are refused too.
     """
     ranges = []
-    strided = torch.strided
     for name, parameter in parameters.items():
         gradient = parameter.grad
-        if gradient is None or gradient.layout is not strided:
+        if gradient is None or gradient.layout is not torch.strided:
             continue
         start = gradient.data_ptr()
         # The address is 0 if the gradient has no elements.
         if start:
-            is_contiguous = gradient.is_contiguous()
-            size = gradient.nbytes if is_contiguous else _count_spanned_bytes(gradient)
+            size = gradient.nbytes if gradient.is_contiguous() else _count_spanned_bytes(gradient)
             ranges.append((start, start + size, name))
     ranges.sort()
     for (_, stop, name), (start, _, other_name) in pairwise(ranges):

@@ -30,8 +30,9 @@ class TrackedParameters:
     so each forward pass compares the identities and three attributes of the parameters with the
     recorded ones.
 
-    `wrapper_modules` contains the wrapped module as "module", which the caller may replace.
-    Parameters and buffers in `ignored` are neither averaged nor copied.
+    `wrapper_modules` is the `_modules` dictionary of the wrapper. Its entry "module" is the wrapped
+    module, which the caller may replace. Parameters and buffers in `ignored` are neither averaged
+    nor copied.
     """
 
     def __init__(self, wrapper_modules: Mapping[str, Any], ignored: Collection[str]) -> None:

@@ -39,7 +39,7 @@ class ZeroContribution(JoinHook):
             "the broadcast of the final weights",
             source=candidates[-1],
         )
-        replica.agreement.forget_versions()
+        replica.agreement.reset_versions()
         # `Join` leaves the flag set, but after the context all ranks take every step again.
         replica.ddp._join_config = replica.ddp._join_config._replace(enable=False)
 

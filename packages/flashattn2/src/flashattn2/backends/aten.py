@@ -37,10 +37,10 @@ def find_obstacle(q: Tensor, k: Tensor, spec: AttentionSpec, packed: bool = Fals
     if spec.softcap:
         return "it has a softcap"
     # The kernel aligns causal attention at the top left: query i sees keys 0 to i.
-    top_left = spec.right == q.shape[2] - k.shape[2]
-    if spec.left != UNBOUNDED or (spec.right > 0 and not top_left):
+    is_top_left = spec.right == q.shape[2] - k.shape[2]
+    if spec.left != UNBOUNDED or (spec.right > 0 and not is_top_left):
         return "it has a window"
-    if spec.right == 0 and not (top_left or packed):
+    if spec.right == 0 and not (is_top_left or packed):
         return (
             f"it is causal with seq_q {q.shape[2]} and seq_k {k.shape[2]}, and torch's CPU kernel "
             "aligns unequal lengths at the top left"

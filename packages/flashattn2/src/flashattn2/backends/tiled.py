@@ -72,7 +72,8 @@ def backward(
     q_ = group_queries(q, k)
     k_ = flatten_heads(k)
     v_ = flatten_heads(v)
-    do_, lse_ = group_queries(grad_out, k), compute_row_lse(lse, k)
+    do_ = group_queries(grad_out, k)
+    lse_ = compute_row_lse(lse, k)
     delta = compute_row_delta(out, grad_out, grad_lse, k)
     dl_ = None if grad_lse is None else _group_rows(grad_lse, k)
     # Gradients are contiguous, as in the operator's fake kernel; `zeros_like` would keep strides.

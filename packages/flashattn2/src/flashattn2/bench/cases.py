@@ -1,7 +1,7 @@
 """The cases: `flash` (batch 1), `train` (a full GPU), `packed` and `decode`.
 
-The FLOPs of every implementation are 4 · batch · heads · seq² · dim for the forward pass, half as
-many if causal, and 2.5 times as many for the backward pass.
+A forward pass counts as 4 · batch · heads · seq² · dim FLOPs, or half as many if it is causal.  A
+backward pass counts as 2.5 times as many FLOPs.
 """
 
 import datetime

@@ -46,7 +46,7 @@ from flashattn2.hopper.tma import (
     store_tile,
 )
 from flashattn2.kernels import launch, row_sums
-from flashattn2.kernels.tiles import is_visible, key_ranges, program, query_ranges
+from flashattn2.kernels.tiles import is_visible, key_ranges, locate_program, query_ranges
 from flashattn2.spec import AttentionSpec
 
 
@@ -78,7 +78,7 @@ def backward_kernel(
     Grid: (resident tiles · batch · heads of the resident tensor).
     """
     # With a causal mask, the tile that sees or is seen by the most rows starts first.
-    tile_index, batch, head, batch_head, _ = program(tiles, heads, not BY_KEY)
+    tile_index, batch, head, batch_head, _ = locate_program(tiles, heads, not BY_KEY)
     first = tile_index * RESIDENT
     if BY_KEY:
         lo, all_lo, all_hi, hi = query_ranges(
@@ -168,8 +168,7 @@ def producer(
         stage, phase = j % STAGES, (j // STAGES) & 1
         member, row = j // count, start + j % count * ROWS
         coordinates = [batch, streamed_head + member, row, 0]
-        # Wait for the opposite parity, so that the first tile of each stage is loaded without
-        # waiting.
+        # Wait for the opposite parity, so that the first tile of each stage is loaded at once.
         mbarrier.wait(free.index(stage), phase ^ 1)
         ready = x_ready.index(stage)
         mbarrier.expect(ready, x.block_type.nbytes + statistic_bytes)
@@ -333,7 +332,8 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, out, grad_out = make_loadable(q, k, v, out, grad_out)
     heads, seq_q, dim = q.shape[1:]
-    group, tile = heads // k.shape[1], TILES[dim]
+    group = heads // k.shape[1]
+    tile = TILES[dim]
     lse, delta = row_sums.compute_padded_statistics(out, grad_out, grad_lse, lse.contiguous())
     score_scale = launch.compute_score_factors(spec, False)[2]
 

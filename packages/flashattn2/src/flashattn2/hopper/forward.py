@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashattn2.hopper.tma import load_tile, make_descriptor, make_loadable, store_tile
 from flashattn2.kernels import launch
-from flashattn2.kernels.tiles import is_visible, key_ranges, program
+from flashattn2.kernels.tiles import is_visible, key_ranges, locate_program
 from flashattn2.spec import AttentionSpec
 
 
@@ -88,7 +88,7 @@ def forward_kernel(
 
     The tiles of the descriptors are [1, 1, ROWS or KEYS, D].
     """
-    tile_index, batch, head, batch_head, _ = program(tiles, heads, True)
+    tile_index, batch, head, batch_head, _ = locate_program(tiles, heads, True)
     first = tile_index * CONSUMERS * ROWS
     last = gl.minimum(first + CONSUMERS * ROWS, seq_q) - 1
     lo, _, _, hi = key_ranges(first, last, seq_q, seq_k, left, right, 0, KEYS, LEFT, RIGHT, 1)

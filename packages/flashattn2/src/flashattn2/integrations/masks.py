@@ -109,7 +109,7 @@ class AttentionMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Return the result of an operation in `HANDLERS`; raise ValueError for any other one."""
+        """Return the result of an operation in `HANDLERS`; raise ValueError for any other."""
         handler = HANDLERS.get(func)
         mask = args[0] if args else None
         if handler is not None and isinstance(mask, AttentionMask):
@@ -130,7 +130,8 @@ class AttentionMask(Tensor):
         `flash_attention` aligns the last query with the last key that is passed, so the bounds of
         the rule are shifted.  Raise ValueError if no such window equals the mask.
         """
-        rule, seq_k = self.rule, self.shape[3]
+        rule = self.rule
+        seq_k = self.shape[3]
         if not rule.is_bounded:
             return seq_k, None, None
         end = rule.first + rule.seq_q
@@ -163,7 +164,8 @@ class AttentionMask(Tensor):
 
     def _pack(self) -> Packing:
         """Find the rows that are not padding and number their sequences."""
-        rule, batch = self.rule, len(self.sequence)
+        rule = self.rule
+        batch = len(self.sequence)
         sequence = self.sequence[:, : self.compute_span()[0]]
         numbers_per_entry = int(sequence.amax()) + 1 if sequence.numel() else 1
         # Assign distinct numbers to the sequences of all batch entries.
@@ -252,8 +254,8 @@ def _expand(mask: AttentionMask, size: Any, **_: Any) -> AttentionMask | None:
     if len(size) != 4:
         return None
     sizes = [old if new == -1 else new for new, old in zip(size, mask.shape, strict=True)]
-    broadcast = all(n in (1, m) for n, m in zip(mask.shape[:2], sizes[:2], strict=True))
-    if not broadcast or tuple(sizes[2:]) != tuple(mask.shape[2:]):
+    is_broadcast = all(n in (1, m) for n, m in zip(mask.shape[:2], sizes[:2], strict=True))
+    if not is_broadcast or tuple(sizes[2:]) != tuple(mask.shape[2:]):
         return None
     rule = replace(mask.rule, heads=sizes[1])
     return AttentionMask(mask.sequence.expand(sizes[0], -1), rule)

@@ -22,8 +22,8 @@ from flashattn2.kernels.tiles import (
     key_ranges,
     load_row_statistics,
     load_tile,
+    locate_program,
     locate_tile,
-    program,
     query_ranges,
     select_region,
     store_tile,
@@ -45,7 +45,7 @@ def dkdv_kernel(
     tiles, kv_heads, group, rows, seq_k = sizes
     scale, _, _, left, right = factors
     # With a causal mask the first tiles are seen by the most queries; they start first.
-    tile_index, batch, kv_head, _, batch_heads = program(tiles, kv_heads, False)
+    tile_index, batch, kv_head, _, batch_heads = locate_program(tiles, kv_heads, False)
     split = tl.program_id(1)
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
         tile_index, tiles, sequence_bounds, (rows, seq_k), meta.BLOCK_N, True, meta.PACKED
@@ -136,8 +136,9 @@ def dq_kernel(
     q_strides, _, _, grad_out_strides, dq_strides = strides
     tiles, heads, group, rows, seq_k = sizes
     scale, _, _, left, right = factors
-    tile_index, batch, head, batch_head, batch_heads = program(tiles, heads, True)
-    split, kv_head = tl.program_id(1), head // group
+    tile_index, batch, head, batch_head, batch_heads = locate_program(tiles, heads, True)
+    split = tl.program_id(1)
+    kv_head = head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
         tile_index, tiles, sequence_bounds, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )
@@ -232,7 +233,8 @@ def backward(
         )
     else:
         norm, delta = None, row_sums.compute_delta(out, grad_out, grad_lse, lse)
-    statistics, sizes = (lse, delta, norm), (heads // kv_heads, rows, seq_k)
+    statistics = (lse, delta, norm)
+    sizes = (heads // kv_heads, rows, seq_k)
     numbers = launch.compute_score_factors(spec, is_exact)
 
     tile, splits = by_key.tile, by_key.meta.SPLITS

@@ -71,9 +71,9 @@ def _read_tables(which: str) -> dict[Key, dict[int, Sizes | None]]:
 #: The default tiles.  A warpgroup of four warps multiplies at least 64 rows.  Two warpgroups
 #: therefore compute S and dP twice if the tile has fewer than 128 rows; the tests count the FLOPs.
 TILES = _read_tables("tiles")
-#: Tiles for calls with a left window bound, a softcap or splits, which need more registers for a
-#: third loop, a derivative or bounds.  A head dim has an entry if the default tile would spill many
-#: registers.  None means that the path has no such tile.
+#: Tiles for calls that need more registers: for the third loop of a left window bound, the
+#: derivative of a softcap, or the bounds of splits.  A head dim has an entry if the default tile
+#: would spill many registers.  None means that the path has no such tile.
 RICH = _read_tables("rich")
 
 
@@ -101,7 +101,7 @@ def choose_tile(
 
 
 def find_sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:
-    """Return the tile sizes for `block_d`, or None; `rich` selects from `RICH` if possible."""
+    """Return the tile sizes for `block_d` or None; with `rich`, `RICH` takes precedence."""
     sizes: Sizes | None = TILES.get(key, {}).get(block_d)
     if rich:
         sizes = RICH.get(key, {}).get(block_d, sizes)
@@ -111,7 +111,7 @@ def find_sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:
 def prune_tile(
     kernel: str, tile: TileConfig, element_bytes: int, block_d: int, shared_bytes: int
 ) -> TileConfig:
-    """Return the tile with fewer stages, then with rows halved to 16, until it fits in memory."""
+    """Reduce the stages, then halve the rows down to 16, until the tile fits; return the result."""
     while count_shared_bytes(kernel, tile, element_bytes, block_d) > shared_bytes:
         if tile.num_stages > 1:
             tile = replace(tile, num_stages=tile.num_stages - 1)

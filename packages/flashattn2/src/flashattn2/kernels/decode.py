@@ -24,8 +24,8 @@ from flashattn2.kernels.tiles import (
     exponential,
     is_visible,
     load_tile,
+    locate_program,
     locate_tile,
-    program,
     split_range,
     store_tile,
     tanh,
@@ -47,7 +47,8 @@ def decode(
         out = q.new_zeros((batch, heads, seq_q, v_dim))
         return out, q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
     k, v = launch.make_rows_contiguous(k, v)
-    lengths, table = lengths.contiguous(), None if table is None else table.contiguous()
+    lengths = lengths.contiguous()
+    table = None if table is None else table.contiguous()
     group = heads // kv_heads
     rows = seq_q * group
     # The query heads of one key head are rows of a tile, ordered by position.  A causal tile
@@ -123,7 +124,8 @@ def append_kernel(
     head = tl.cast(tl.program_id(1), tl.int64)
     position = tl.load(lengths + batch) + row
     entries = table_shape[1]
-    page, exists = batch, (position >= 0) & (position < page_size * tl.cast(entries, tl.int64))
+    page = batch
+    exists = (position >= 0) & (position < page_size * tl.cast(entries, tl.int64))
     if table is not None:
         entry = tl.cast(batch, tl.int64) * entries + position // page_size
         page = tl.load(table + entry, exists, other=-1)
@@ -182,7 +184,7 @@ def decode_kernel(
     q_strides, k_strides, v_strides, out_strides = strides
     tiles, kv_heads, rows, group, pages, page_size, new = sizes
     _, _, _, left, right = factors
-    tile_index, batch, kv_head, batch_head, batch_heads = program(tiles, kv_heads, False)
+    tile_index, batch, kv_head, batch_head, batch_heads = locate_program(tiles, kv_heads, False)
     split = tl.program_id(1)
     first, begin, _, count, _, sequence = locate_tile(
         tile_index, tiles, sequence_bounds, (rows, rows), meta.BLOCK_M, False, meta.PACKED

@@ -20,8 +20,8 @@ from flashattn2.kernels.tiles import (
     is_visible,
     key_ranges,
     load_tile,
+    locate_program,
     locate_tile,
-    program,
     select_region,
     store_tile,
     tanh,
@@ -40,8 +40,9 @@ def forward_kernel(
     q_strides, _, _, out_strides = strides
     tiles, heads, group, rows, seq_k = sizes
     _, _, _, left, right = factors
-    tile_index, batch, head, _, batch_heads = program(tiles, heads, True)
-    split, kv_head = tl.program_id(1), head // group
+    tile_index, batch, head, _, batch_heads = locate_program(tiles, heads, True)
+    split = tl.program_id(1)
+    kv_head = head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
         tile_index, tiles, sequence_bounds, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )
@@ -115,8 +116,7 @@ def _attend(
         # The running sums are relative to the old maximum: rescale them to the new one.
         rescale = exponential(maximum - finite_maximum, meta.EXACT)  # [M]
         total = total * rescale + tl.sum(p, 1)
-        # Keys after the sequence are masked above.  Load their values as zeros, because 0 times NaN
-        # would be NaN.
+        # Keys after the sequence are masked above.  Load their values as 0, because 0 · NaN is NaN.
         v_tile = load_tile(
             v, v_strides, sequence, start,
             meta.BLOCK_N, meta.DV, meta.BLOCK_DV, meta.TMA, not MASKED,
@@ -154,7 +154,7 @@ def combine_kernel(
     `sizes` is the number of rows per split in all heads.
     """
     tiles, heads, rows, splits, part_rows = sizes
-    tile_index, batch, head, batch_head, _ = program(tiles, heads, False)
+    tile_index, batch, head, batch_head, _ = locate_program(tiles, heads, False)
     first = tile_index * BLOCK_M
     row_ids = first + tl.arange(0, BLOCK_M)  # [M]
     columns = tl.arange(0, BLOCK_D)

@@ -152,8 +152,8 @@ def can_use_tma(x: Tensor) -> bool:
     """Return True if TMA supports the tensor: aligned to 16 bytes, contiguous rows, no stride 0."""
     *outer, last = x.stride()
     # If the greatest common divisor is a multiple of 16 bytes, so is every stride.
-    aligned = 0 not in outer and math.gcd(*outer) * x.element_size() % 16 == 0
-    return aligned and last == 1 and x.data_ptr() % 16 == 0
+    is_aligned = 0 not in outer and math.gcd(*outer) * x.element_size() % 16 == 0
+    return is_aligned and last == 1 and x.data_ptr() % 16 == 0
 
 
 def make_rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -182,10 +182,7 @@ def make_empty_like(x: Tensor, dim: int | None = None) -> Tensor:
 
 
 def count_tiles(x: Tensor, cu: Tensor | None, block: int) -> int:
-    """Return the number of tiles of the rows; for packed sequences, an upper bound.
-
-    See `flashattn2.kernels.tiles.locate_tile`.
-    """
+    """Return the number of tiles; for packed sequences, an upper bound: see `tiles.locate_tile`."""
     rows = x.shape[2]
     return cdiv(rows, block) if cu is None else rows // block + cu.shape[0] - 1
 
@@ -194,7 +191,7 @@ def compute_grid(tiles: int, heads: int, splits: int) -> tuple[int, int]:
     """Return the grid of a kernel.
 
     CUDA allows 2^31 - 1 programs on the first axis and 65,535 on the second and third axes.
-    Neighboring programs are tiles of the same head, which read the same keys: see `tiles.program`.
+    Neighboring programs are tiles of the same head, which read the same keys: see `locate_program`.
     """
     return tiles * heads, splits
 

@@ -20,8 +20,8 @@ from flashattn2.kernels.tiles import (
     is_visible,
     key_ranges,
     load_tile,
+    locate_program,
     locate_tile,
-    program,
     tanh,
 )
 from flashattn2.spec import AttentionSpec
@@ -69,7 +69,7 @@ def compute_norm_and_delta(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return 1 / rowsum(P) and D for EXACT products, both with the shape of `lse`.
 
-    P is computed from the rounded log-sum-exp, so its rows do not sum to exactly 1. Therefore,
+    P is computed from the rounded log-sum-exp, so its rows do not sum to exactly 1.  Therefore,
     D = rowsum(P ∘ dP) / rowsum(P) - dL.
     """
     plan = launch.plan_launch("dq", precision, spec, q, k, v, grad_out, packed=cu_q is not None)
@@ -98,13 +98,13 @@ def delta_kernel(
 ):  # fmt: skip
     """Compute D = rowsum(dO ∘ O) - dL and, if `scaled` is not None, L · log2(e).
 
-    The last of `sizes` is the stride between heads of the results.  Grid: (row tiles · batch ·
-    heads).
+    The last of `sizes` is the head stride of the results.  Grid: (row tiles · batch · heads).
     """
     out_strides, grad_out_strides = strides
     tiles, heads, rows, head_stride = sizes
-    tile_index, batch, head, batch_head, _ = program(tiles, heads, False)
-    first, sequence = tile_index * BLOCK_M, (batch, head, 0, rows)
+    tile_index, batch, head, batch_head, _ = locate_program(tiles, heads, False)
+    first = tile_index * BLOCK_M
+    sequence = (batch, head, 0, rows)
     o = load_tile(out, out_strides, sequence, first, BLOCK_M, D, BLOCK_D)  # [M, DV]
     do = load_tile(grad_out, grad_out_strides, sequence, first, BLOCK_M, D, BLOCK_D)  # [M, DV]
     d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [M]
@@ -132,8 +132,9 @@ def sums_kernel(
     q_strides, k_strides, v_strides, grad_out_strides = strides
     tiles, heads, group, rows, seq_k = sizes
     _, softcap_scale, score_scale, left, right = factors
-    tile_index, batch, head, batch_head, batch_heads = program(tiles, heads, True)
-    split, kv_head = tl.program_id(1), head // group
+    tile_index, batch, head, batch_head, batch_heads = locate_program(tiles, heads, True)
+    split = tl.program_id(1)
+    kv_head = head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
         tile_index, tiles, sequence_bounds, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )

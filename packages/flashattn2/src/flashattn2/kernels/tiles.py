@@ -23,7 +23,7 @@ import triton.language as tl
 
 
 @triton.jit
-def program(tiles, heads, LAST_FIRST: tl.constexpr):
+def locate_program(tiles, heads, LAST_FIRST: tl.constexpr):
     """Return the tile index, batch, head, `batch_head` and `batch_heads` of the program.
 
     The number of heads in all batch entries is `batch_heads`, and `batch_head` is the head's index
@@ -82,8 +82,7 @@ def load_tile(
 ):  # fmt: skip
     """Load ROWS rows of a sequence `(batch, head, offset, length)`, beginning at row `start`.
 
-    Rows outside of the sequence are zeros.  With WHOLE, the caller guarantees that all rows are
-    inside.
+    Rows outside of the sequence are zeros.  WHOLE guarantees that all rows are inside.
     """
     batch, head, begin, length = sequence
     if TMA:

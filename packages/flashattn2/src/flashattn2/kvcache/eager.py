@@ -148,8 +148,7 @@ def _attend(
     run = tiled.forward if backend == "torch" else aten.forward_or_tiled
     if not (heads and _can_omit_mask(q, spec)):
         return run(q, k, v, spec)
-    # Without a mask, the query heads of one key head become rows of one head, so that each key is
-    # read once.
+    # Without a mask, the query heads of one key head become rows of one head: keys are read once.
     spec = replace(spec, left=UNBOUNDED, right=UNBOUNDED)
     rows = q.reshape(batch, k.shape[1], heads // k.shape[1] * seq_q, dim)
     out, lse = run(rows, k, v, spec)

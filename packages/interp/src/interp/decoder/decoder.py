@@ -38,7 +38,7 @@ from interp.tap import record
 
 
 def _warn_if_tokens_follow_padding(padding: Tensor) -> None:
-    """Warn if tokens follow `padding` (batch, seq), which learned positions count by default."""
+    """Warn if tokens follow `padding` (batch, seq), because learned positions count padding."""
     if bool(((padding.cumsum(-1) > 0) & ~padding).any()):
         warnings.warn(
             "tokens follow padding, and learned positions count padding too unless position_ids "

@@ -16,15 +16,15 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-# Parameters whose names do not end in "weight" or "bias", and the replacements with such an end:
-# stacked experts, sinks and corrections.
+#: Parameters whose names do not end in "weight" or "bias" (stacked experts, sinks, corrections),
+#: and their replacements with such an end.
 _UNNAMED = (
     (re.compile(r"(experts\.(?:gate_up|down)_proj)$"), r"\1.weight"),
     (re.compile(r"(experts\.(?:gate_up|down)_proj)_bias$"), r"\1.bias"),
     (re.compile(r"(\.sinks)$"), r"\1.weight"),
     (re.compile(r"(e_score_correction)_bias$"), r"\1.bias"),
 )
-# Buffers of old checkpoints: causal masks and rotary tables.
+#: Buffers of old checkpoints: causal masks and rotary tables.
 _BUFFER = re.compile(r"(^|\.)(inv_freq|masked_bias|attn\.bias|attention\.bias)$")
 _LAYER = re.compile(r"(?:^|.*?\.)(\d+)\.(.+)\.(weight|bias)$")
 _ATTENTION = r"(?:.*att.*\.)"

@@ -16,7 +16,7 @@ from interp.tap import record
 def neuron_attribution(
     model: Decoder, prompt: Prompt, targets: Tensor, *, against: Tensor | None = None
 ) -> list[Tensor]:
-    """Return the term of each neuron in the logit of `targets`, (batch, seq, neurons) per layer.
+    """Return each neuron's term of the logit of `targets`, (batch, seq, neurons) per layer.
 
     `targets` and `against` are the same as in `attribution`. The terms of a layer and the term of
     its bias sum to the MLP's term in `attribution`. Raises ValueError for blocks with a mixture of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Names of numbers that do not change the function of a model in evaluation mode.
+#: Names of numbers that do not change the function of a model in evaluation mode.
 _TRAINING_ONLY = re.compile(r"drop|initializer|coef")
 
 

@@ -133,8 +133,7 @@ class ActivationCache(Mapping[Any, Tensor]):
     def stack_head_results(self, layer: int | None = None, **options: Any) -> Stack:
         """Return the output of each head before `layer`, computed from z, without biases.
 
-        Raises ValueError if a norm follows the heads, because their outputs are then not added to
-        the stream.
+        Raises ValueError if a norm follows the heads, whose outputs are then not in the stream.
         """
         require_options("stack_head_results", options, _OPTIONS)
         parts: dict[str, Tensor] = {}
@@ -184,7 +183,7 @@ class ActivationCache(Mapping[Any, Tensor]):
         pos_slice: PosSlice = None,
         has_batch_dim: bool = True,
     ) -> Tensor:
-        """Return the term of each component in the logit of `tokens`, (components, batch, pos).
+        """Return each component's contribution to the logit of `tokens`, (components, batch, pos).
 
         `tokens` are one token, or token ids that broadcast to the stack without its last dimension,
         such as (batch, pos). Ids of shape (batch,) belong to all positions of a stack of four

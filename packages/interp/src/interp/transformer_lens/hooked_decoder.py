@@ -380,7 +380,8 @@ class HookedDecoder(TextConversion, HookManagement):
 
 
 def _build_config(decoder: Decoder) -> SimpleNamespace:
-    first_layer, weight = decoder.layers[0], decoder.embed.weight
+    first_layer = decoder.layers[0]
+    weight = decoder.embed.weight
     limits = [decoder.settings.context]
     if decoder.position is not None:
         limits.append(decoder.position.num_embeddings)

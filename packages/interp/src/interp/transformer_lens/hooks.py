@@ -171,9 +171,9 @@ class HookManagement:
                 value.register_hook(call_backward)
             return value
 
-        act = call if hook.dir == "fwd" else watch_gradient
+        apply = call if hook.dir == "fwd" else watch_gradient
         if not hook.name.endswith("hook_result"):
-            with patch(self.decoder, {hook.name: act}, names="transformer_lens"):
+            with patch(self.decoder, {hook.name: apply}, names="transformer_lens"):
                 yield
             return
         layer = point.layer()
@@ -184,7 +184,7 @@ class HookManagement:
             if before is None:
                 outputs = compute_head_outputs(inputs[0], attention.o.weight, heads=attention.heads)
                 before = torch.stack(list(outputs.values()), -2)
-            head_outputs_by_layer[layer] = act(before.clone())
+            head_outputs_by_layer[layer] = apply(before.clone())
             return output + (head_outputs_by_layer[layer] - before).sum(-2)
 
         handle = attention.o.register_forward_hook(add_changes)

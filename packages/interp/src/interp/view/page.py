@@ -86,8 +86,8 @@ def view(
         _require_length("attributions", terms.shape[-1], len(strings))
         data["attribution"] = {"names": list(attributions.names), "terms": terms.tolist()}
     page = resources.files("interp.view").joinpath("view.html").read_text(encoding="utf-8")
-    parts = {"{{title}}": html.escape(title), "{{data}}": _encode_json(data)}
-    page = re.sub(r"{{(?:title|data)}}", lambda match: parts[match[0]], page)
+    replacements = {"{{title}}": html.escape(title), "{{data}}": _encode_json(data)}
+    page = re.sub(r"{{(?:title|data)}}", lambda match: replacements[match[0]], page)
     path = Path(path)
     if path.exists() and not path.is_file():  # A pipe or a device, such as /dev/stdout.
         path.write_text(page, encoding="utf-8", newline="\n")

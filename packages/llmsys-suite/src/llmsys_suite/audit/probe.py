@@ -103,10 +103,10 @@ def replay(run: Run, weights: Weights, steps: int) -> tuple[list[float], dict[st
     optimizer = reference.AdamW(weights, config.learning_rate)
     for step in range(min(steps, config.warmup + config.steps)):
         batch = draw_global_batch(text, config, step)
-        value, gradients = reference.compute_gradients(
+        loss, gradients = reference.compute_gradients(
             weights, *move_to_device(run, batch), get_num_heads(config)
         )
-        losses.append(value)
+        losses.append(loss)
         floor += reference.compute_rounding_floor(gradients)
         for name, gradient in gradients.items():
             norms[name] += float(gradient.norm())

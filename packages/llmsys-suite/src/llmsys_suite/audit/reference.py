@@ -43,12 +43,12 @@ CANCELLED = 0.02
 def compute_gradients(
     weights: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int
 ) -> tuple[float, Weights]:
-    """Return the loss and its gradient, computed on a few rows at a time to save memory."""
+    """Return the mean loss and its gradient, computed on a few rows at a time to save memory."""
     mean = 0.0
     summed = {name: torch.zeros_like(w) for name, w in weights.items()}
     for fraction, tokens, targets in _split_rows(tokens_BT, targets_BT, heads):
-        value, part = plain.backpropagate(weights, tokens, targets, heads)
-        mean += fraction * value
+        loss, part = plain.backpropagate(weights, tokens, targets, heads)
+        mean += fraction * loss
         for name, g in part.items():
             summed[name] += fraction * g
     return mean, summed

@@ -11,8 +11,8 @@ GRADIENT = 5e-6
 #: `compute_loss_difference` of a loss from float64. Measured: at most 4e-7; factor 5.
 REPLAYED_LOSS = 2e-6
 #: Differences of weight changes and of losses after n steps, divided by sqrt(n). Adam divides small
-#: gradients by their magnitude, so rounding errors grow with every step. Measured: at most 1e-4 and
-#: 2e-6; factor 5.
+#: gradients by their magnitude, so rounding errors grow with every step. Measured: at most 1e-4 for
+#: weight changes and 2e-6 for losses; factor 5.
 WEIGHT_CHANGE = 5e-4
 LOSS = 1e-5
 #: Error of sums of two to sixteen numbers in float32. Measured: 1e-7; factor 10.

@@ -18,7 +18,7 @@ PROMPT_TOKENS, WRITTEN_TOKENS = 64, 240
 
 @torch.no_grad()
 def compute_heldout_loss(run: Run, model: torch.nn.Module) -> float:
-    """Return the held-out loss in nats per token, in float32; the ranks divide the rows."""
+    """Return the held-out loss in nats per token, in float32; each rank evaluates some rows."""
     rows = run.corpus.build_heldout_batch(rows=HELDOUT_ROWS, context=run.config.context)
     tokens, targets = (x[run.rank :: run.world].to(run.device) for x in rows)
     with run.in_float32():

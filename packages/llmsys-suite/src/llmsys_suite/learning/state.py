@@ -31,8 +31,9 @@ PROBE = "probe"
 DEFAULT_STEPS = 400
 #: The options that decide the entries of the state whose names are not the names of options.
 OPTIONS = {"text": "--data and --tokenizer", "total": "--learn"}
-#: Peak learning rate divided by that of `train`, and the fraction of steps in the warm-up.
-RATE, WARM = 2.0, 0.05
+#: Peak learning rate of `learn` divided by the learning rate of `train`.
+PEAK_FACTOR = 2.0
+WARMUP_FRACTION = 0.05
 
 
 def build_initial_state(config: RunConfig, text: str | None) -> dict[str, Any]:
@@ -112,8 +113,9 @@ def is_due(step: int, total: int, times: int) -> bool:
 
 
 def compute_rate_factor(progress: float) -> float:
-    """Return the learning rate's factor: a linear warm-up times half a cosine from 1 to 0.05."""
-    return min(1.0, progress / WARM + 1e-2) * (0.05 + 0.475 * (1 + math.cos(math.pi * progress)))
+    """Return the fraction of the peak rate: a linear warm-up times half a cosine from 1 to 0.05."""
+    warmup = min(1.0, progress / WARMUP_FRACTION + 1e-2)
+    return warmup * (0.05 + 0.475 * (1 + math.cos(math.pi * progress)))
 
 
 def draw_probed_step(run: Run, first: int, total: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Thread CPU time, core wait time and matmul throughput."""
+"""Core wait time and matmul throughput."""
 
 from __future__ import annotations
 

@@ -88,10 +88,10 @@ def compute_step_seconds(samples: list[Sample]) -> dict[str, dict[int, float]]:
 
 
 def compute_needed_seconds(step: Sample) -> float:
-    """Return the seconds of a step without those for which its rank waited for a core.
+    """Return the duration of a step minus the time for which its rank waited for a core.
 
-    The result is at least a hundredth of the step, because the counter of waits is read before and
-    after the step and may include waits outside of it.
+    The result is at least a hundredth of the duration, because the counter of waits is read before
+    and after the step and may include waits outside of it.
     """
     seconds: float = step["seconds"]
     return max(seconds - step[CORE_WAIT], 0.01 * seconds)
@@ -110,7 +110,7 @@ def compute_loss_curves(samples: list[Sample]) -> dict[str, list[float]]:
 
 
 def compute_ratio_row(steps: dict[int, float], peer: dict[int, float]) -> dict[str, float]:
-    """Return median, p10 and p90 over rounds of the time over the peer's; {} without rounds."""
+    """Return the median, p10 and p90 of time / peer's time over the common steps, {} if none."""
     ratios = sorted(steps[step] / peer[step] for step in steps if step in peer)
     if not ratios:
         return {}

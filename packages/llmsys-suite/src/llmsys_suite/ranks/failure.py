@@ -52,7 +52,7 @@ def end_with_parent(parent: int) -> None:
 
 @contextmanager
 def collect_stop_requests() -> Iterator[list[int]]:
-    """Yield a list of received SIGTERM signals, which do not end the process in the block."""
+    """Collect SIGTERM signals in the yielded list; until exit, they do not end the process."""
     signals: list[int] = []
     previous = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     try:

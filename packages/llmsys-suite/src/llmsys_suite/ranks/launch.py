@@ -44,7 +44,7 @@ def launch(config: RunConfig, module: str = "llmsys_suite.ranks.worker") -> int:
                 ranks.append(_start(module, config, rank, Path(rendezvous)))
             return _wait(ranks)
         except KeyboardInterrupt:
-            print(f"interrupted; what was measured is in {config.out}", file=sys.stderr)
+            print(f"interrupted; the measurements so far are in {config.out}", file=sys.stderr)
             return INTERRUPTED
         finally:
             _end(ranks)

@@ -89,8 +89,7 @@ def fail(rank: int, run: Run | None, error: Exception) -> NoReturn:
         with suppress(Exception):
             first = report_failure(run.store, message)
     if run is not None and first != message:
-        # This exception is a consequence of another rank's failure, for example a closed
-        # connection.
+        # This exception, such as a closed connection, follows from another rank's failure.
         _end_after_other(run, first)
     traceback.print_exc()
     _record_failure(run, message)
@@ -110,8 +109,7 @@ def _record_failure(run: Run | None, message: str) -> None:
         try:
             run.folder.fail(run.stage, message)
         except Exception as error:
-            # The run folder may itself be the cause: it may have been deleted, or the disk may be
-            # full.
+            # The run folder may itself be the cause: it may be deleted, or the disk may be full.
             print(f"llmsys: the failure cannot be recorded: {error}", file=sys.stderr)
 
 

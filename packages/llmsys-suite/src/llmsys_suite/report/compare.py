@@ -210,7 +210,7 @@ def _estimate_error(logs: Array, random: np.random.Generator) -> tuple[float, fl
     clipped = clipped - clipped.mean()
     correlation = float(clipped[1:] @ clipped[:-1] / max(clipped @ clipped, 1e-300))
     # The estimate from n rounds is too low by about (1 + 4 r) / n and has a standard error of about
-    # 1 / sqrt(n). Half of the standard error is added so that the interval is rather too wide.
+    # 1 / sqrt(n). Half of the standard error is added, so the interval is too wide if anything.
     correlation += (1 + 4 * max(correlation, 0.0)) / n + 0.5 / math.sqrt(n)
     correlation = min(max(correlation, 0.0), 0.9)
     effective = n * (1 - correlation) / (1 + correlation)

@@ -1,1 +1,1 @@
-"""One model that is split over ranks: by rows, by blocks and inside each block."""
+"""Training with data, pipeline and tensor parallelism, which split one model over the ranks."""

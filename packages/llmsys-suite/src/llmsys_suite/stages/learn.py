@@ -19,8 +19,8 @@ from llmsys_suite.learning.evaluation import compute_heldout_loss, sample
 from llmsys_suite.learning.log import Log, open_log, trace_steps
 from llmsys_suite.learning.state import (
     CHECKPOINT,
+    PEAK_FACTOR,
     PROBE,
-    RATE,
     build_initial_state,
     compute_rate_factor,
     draw_probed_step,
@@ -103,7 +103,7 @@ def train_step(
     """Take one step; evaluate and save at intervals. After a SIGTERM, raise KeyboardInterrupt."""
     step, total = state["step"], state["total"]
     for group in variant.optimizer.param_groups:
-        group["lr"] = RATE * state["learning_rate"] * compute_rate_factor(step / total)
+        group["lr"] = PEAK_FACTOR * state["learning_rate"] * compute_rate_factor(step / total)
     tokens, targets = run.corpus.draw_batch(
         rows=state["rows"],
         context=run.config.context,

@@ -54,12 +54,12 @@ def predict(config: RunConfig) -> Prediction:
     static = 16 * int(parameters.total)
     transient = max(0, int(memory.total) - static)
     # The ranks of a host share its memory, and in `train` and `learn` each has a whole model.
-    ranks_here = 1 if on_gpu else count_ranks_on_this_host(config.world)
-    models = ranks_here if "train" in config.stages else 1
+    host_ranks = 1 if on_gpu else count_ranks_on_this_host(config.world)
+    models = host_ranks if "train" in config.stages else 1
     # The audit times three models at once, which need at least the memory of its float64 model.
     if "audit" in config.stages:
         models *= 3
-    shared = transient + (0 if on_gpu else ranks_here * PROCESS_BYTES)
+    shared = transient + (0 if on_gpu else host_ranks * PROCESS_BYTES)
     # A single rank sends no gradients.
     gradient_bytes = int(traffic.payload.total) or 4 * int(parameters.total)
     return Prediction(
@@ -71,7 +71,7 @@ def predict(config: RunConfig) -> Prediction:
         gradient_bytes=gradient_bytes,
         ddp_wire_bytes_per_rank=int(traffic.wire.total),
         host_peak_bytes=models * static + shared,
-        all_variants_bytes=(1 + (len(VARIANT_NAMES) - 1) * ranks_here) * static + shared,
+        all_variants_bytes=(1 + (len(VARIANT_NAMES) - 1) * host_ranks) * static + shared,
         derivation=parameters.explain(),
     )
 

@@ -25,7 +25,7 @@ SEEDS = 2
 #: which narrows its interval more than larger distances between budgets would in the same time.
 APART = 1.1
 #: The law is evaluated at this multiple of the largest budget.
-BEYOND = 3
+EXTRAPOLATION_FACTOR = 3
 ROWS = 16
 CONTEXT = 64
 #: With one head, any even width is possible.
@@ -121,7 +121,7 @@ def fit_law(rows: list[dict[str, float]]) -> Scale:
 
     columns = ("parameters", "tokens", "compute_flops", "loss")
     table = {column.removesuffix("_flops"): [row[column] for row in rows] for column in columns}
-    budget = BEYOND * max(table["compute"])
+    budget = EXTRAPOLATION_FACTOR * max(table["compute"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

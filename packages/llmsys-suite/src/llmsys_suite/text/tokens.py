@@ -117,8 +117,8 @@ def write_tokens(config: RunConfig, folder: Path) -> None:
     if config.tokenizer == "bpe":
         _train(text, config.vocabulary).save(str(folder / TOKENIZER))
     else:
-        # The text is encoded without special tokens, truncation and padding. The stored file has
-        # none of them either, because the model is not trained on, for example, a start token.
+        # The stored file must encode prompts as the training text was encoded: without special
+        # tokens, such as a start token, and without truncation or padding.
         content = json.loads(Path(config.tokenizer).read_text(encoding="utf-8"))
         content |= dict.fromkeys(("post_processor", "truncation", "padding"))
         (folder / TOKENIZER).write_text(json.dumps(content), encoding="utf-8")

@@ -52,7 +52,7 @@ class Bucketed(DataParallel):
 
 
 class Overlapped(Bucketed):
-    """A separate all-reduce per parameter, as soon as its gradient is ready."""
+    """A `ddp.DDP` that all-reduces each gradient separately, as soon as it is ready."""
 
     bucket_size_mb = None
 

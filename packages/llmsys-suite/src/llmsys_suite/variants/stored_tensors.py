@@ -19,7 +19,7 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.single import Variant
 
 #: Types that are not followed, because they refer to the whole program or the state of the run.
-BEYOND = (types.ModuleType, types.FrameType, type, Run)
+NOT_FOLLOWED = (types.ModuleType, types.FrameType, type, Run)
 
 
 def count_stored_bytes(variant: Variant) -> dict[str, int]:
@@ -58,7 +58,7 @@ def iter_reachable_tensors(start: Any) -> Iterator[Tensor]:
             if visited.is_leaf and visited.grad is not None:
                 todo.append(visited.grad)
         for inner in _list_references(visited):
-            if id(inner) not in found_ids and not isinstance(inner, BEYOND):
+            if id(inner) not in found_ids and not isinstance(inner, NOT_FOLLOWED):
                 found_ids.add(id(inner))
                 todo.append(inner)
 

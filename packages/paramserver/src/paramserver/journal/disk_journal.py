@@ -120,7 +120,7 @@ class DiskJournal:
             nbytes = spans[-1].stop - spans[-1].start
             _LOG.warning("%s: removed the last %d bytes: an incomplete record", path, nbytes)
             os.truncate(path, spans[-1].start)
-        self._use(path.open("r+b", buffering=0))
+        self._switch_to(path.open("r+b", buffering=0))
         core.journal = self
         return has_state
 
@@ -143,9 +143,9 @@ class DiskJournal:
             self._append(kind, parts)
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            kind_of_error = DiskFullError if is_full else RuntimeError
+            error_class = DiskFullError if is_full else RuntimeError
             text = f"cannot write a journal in {self.folder}: {error}"
-            raise kind_of_error(text) from error
+            raise error_class(text) from error
 
     def is_snapshot_due(self) -> bool:
         """Return True if the current file is too long and no snapshot is being written."""
@@ -237,7 +237,7 @@ class DiskJournal:
                 path.unlink()
             raise
         self._file_number = number
-        self._use(file)
+        self._switch_to(file)
         # If the machine dies before the new name is on the disk, the temporary name is used.
         with suppress(OSError):
             files.sync_folder(self.folder)
@@ -272,7 +272,7 @@ class DiskJournal:
         free = shutil.disk_usage(self.folder).free
         _LOG.error("cannot write a snapshot in %s (%d B free): %s", self.folder, free, error)
 
-    def _use(self, file: BinaryIO) -> None:
+    def _switch_to(self, file: BinaryIO) -> None:
         """Write further records at the end of `file`, which becomes the current file."""
         self._stop = file.seek(0, os.SEEK_END)
         self._max_bytes = self._snapshot_bytes

@@ -215,11 +215,11 @@ def check_snapshot(folder: Path, number: int) -> bytes:
             raise build_error(path, 0, "the file is incomplete")
         file.seek(size)
         tail = file.read()
-        length, checksum, magic, identity, its_number, _ = SNAPSHOT_TAIL.unpack(tail)
-        if magic != MAGIC or tail != pack_snapshot_tail(identity, its_number, length, checksum):
+        length, checksum, magic, identity, tail_number, _ = SNAPSHOT_TAIL.unpack(tail)
+        if magic != MAGIC or tail != pack_snapshot_tail(identity, tail_number, length, checksum):
             raise build_error(path, size, "the end of the file is not that of a snapshot")
-        if its_number != number:
-            raise build_error(path, size, f"the end of the file is that of snapshot {its_number}")
+        if tail_number != number:
+            raise build_error(path, size, f"the end of the file is that of snapshot {tail_number}")
         if length != size or compute_checksum(file, 0, size) != checksum:
             raise build_error(path, 0, f"the checksum of its {size} bytes is wrong")
     return bytes(identity)

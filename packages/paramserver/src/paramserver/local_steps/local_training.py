@@ -95,7 +95,7 @@ class LocalTraining:
         rank = self._exchange.session.worker
         require_finite(rank, gradients)
         if self._next_pull_step is not None and self._steps >= self._next_pull_step:
-            raise RuntimeError(f"worker {rank} must pull before each step: an update is due")
+            raise RuntimeError(f"worker {rank} must pull before this step: an update is due")
         self.updater.step()
         self._steps += 1
         if self._steps % self._policy.interval == 0:

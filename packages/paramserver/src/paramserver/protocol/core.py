@@ -222,7 +222,7 @@ class Core:
         return None if self.ledger.awaited else self._answer_with_newest(text)
 
     def _answer_after_replay(self, worker: int, message: Message) -> Message:
-        """Return the answer to a request whose log this server has replayed."""
+        """Return the answer to a FETCH, REPLAY or END after its log has been replayed."""
         if message.kind is Kind.FETCH:
             return self._fetch(worker, message)
         if message.kind is Kind.REPLAY:
@@ -250,7 +250,7 @@ class Core:
         if message.clock == self.ledger.members[worker].clock and not self.replica.is_staged(push):
             raise ValueError(f"expected a staged push, got a COMMIT of {push} without a STAGE")
         self.ledger.commit(push)
-        self._replay_own_log()
+        self._replay_new_entries()
         return Message(Kind.OK, number=self.replica.version)
 
     def _join(self, worker: int, message: Message) -> Message:
@@ -264,7 +264,7 @@ class Core:
         if self._elastic:
             # The field `clock` of a JOIN contains the number of the session.
             self.ledger.join(worker, hash_session(message.clock))
-            self._replay_own_log()
+            self._replay_new_entries()
         member = self.ledger.members[worker]
         return Message(
             Kind.OK, member.epoch, member.clock, position=replica.position, text=str(member.pushes)
@@ -321,12 +321,12 @@ class Core:
         The position of a worker's message is the smallest position of all servers, so all servers
         have replayed the discarded entries.
         """
-        self._replay_own_log()
+        self._replay_new_entries()
         if worker in self.ledger.members:
             self.ledger.discard_before(message.position)
         return self.ledger.get_log_from(message.position)
 
-    def _replay_own_log(self) -> None:
+    def _replay_new_entries(self) -> None:
         self._replay(self.ledger.get_log_from(self.replica.position))
 
     def _replay(self, log: Log | None) -> None:

@@ -155,9 +155,8 @@ class Ledger:
         """Return True unless a server at `position` must have lost a part of its journal.
 
         Before a worker pushes, all servers have replayed its join and its last push. A server has
-        therefore lost a part of its journal if it has not replayed two pushes of one worker, or
-        neither a push nor the join of its epoch. The same holds for a server that has not replayed
-        discarded entries.
+        therefore lost a part of its journal if it still has to replay two pushes of one worker, or
+        a push and the join of its epoch, or entries that were discarded.
         """
         pushes: set[Push] = set()
         joined: set[tuple[int, int]] = set()
@@ -212,7 +211,7 @@ class Ledger:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore a state that `state` returned."""
+        """Restore a state that `to_state` returned."""
         log = Log.from_text(state["log"])
         self.version = state["version"]
         self.members = {int(w): Member(**member) for w, member in state["members"].items()}

@@ -102,7 +102,7 @@ class Message:
 
 def check_request(worker: int, message: Message) -> None:
     """Raise `ValueError` unless `message` is a request that `worker` may send to a server."""
-    text, kind = message.text, message.kind
+    kind = message.kind
     if kind > Kind.HEARTBEAT:
         raise ValueError(f"expected a request, got {kind!r}")
     if worker == OBSERVER and kind not in (Kind.SYNC, Kind.END):
@@ -110,8 +110,8 @@ def check_request(worker: int, message: Message) -> None:
     numbers = message.epoch, message.clock, message.number, message.position, message.size
     if min(numbers) < 0:
         raise ValueError(f"expected fields >= 0 in {kind!r}, got {str(message.to_fields())[:80]}")
-    if text and kind not in _KINDS_WITH_TEXT:
-        raise ValueError(f"expected {kind!r} without a text, got {text[:80]!r}")
+    if message.text and kind not in _KINDS_WITH_TEXT:
+        raise ValueError(f"expected {kind!r} without a text, got {message.text[:80]!r}")
 
 
 def build_failure(error: BaseException) -> Message:

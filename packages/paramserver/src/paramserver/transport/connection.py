@@ -123,7 +123,7 @@ class RemoteConnection(Connection):
         self._channel = channel
         #: True from the start of a request until its answer is complete.
         self._awaits_answer = False
-        #: Held while a request is sent, because `abort` may be called from another thread.
+        #: Acquired while a request is sent, because `abort` may be called from another thread.
         self._sending = threading.Lock()
         self._timeout = min(timeout, MAX_WAIT_SECONDS)
         self.parameters = channel.parameters

@@ -154,7 +154,7 @@ def join(
         allow_missing=allow_missing,
     )
     shards = job.shards()
-    private = _connect_gloo(group)
+    private_group = _connect_gloo(group)
     threads = []
     connections = list[Connection]()
     try:
@@ -165,7 +165,7 @@ def join(
             if host != rank:
                 name = f"server {number} (rank {host})"
                 tags = (request_tag, reply_tag)
-                channel = DistributedChannel(name, host, tags, nbytes, private)
+                channel = DistributedChannel(name, host, tags, nbytes, private_group)
                 connections.append(RemoteConnection(channel, job.timeout + GRACE_SECONDS))
                 continue
             server = job.server(shard)
@@ -174,7 +174,7 @@ def join(
             for r in {*range(world)} - {rank}:
                 name = f"worker {r} (rank {r})"
                 tags = (reply_tag, request_tag)
-                channels[r] = DistributedChannel(name, r, tags, nbytes, private)
+                channels[r] = DistributedChannel(name, r, tags, nbytes, private_group)
             threads += serve(server, channels)
         with job.worker(rank, connections) as worker:
             yield worker

@@ -41,7 +41,7 @@ class ZeroMQConnection(Connection):
         worker: number of the worker.
         nbytes: size of the buffer of the server's shard in bytes.
         session: a random number that identifies this worker's session. A restarted worker passes
-            another one.
+            another number.
         timeout: seconds during which the server may be silent. The worker does not notice a restart
             of the server that takes less time.
         keys: CURVE keys of the worker and the server; None does not encrypt.

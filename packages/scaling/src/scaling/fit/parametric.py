@@ -176,7 +176,8 @@ def _list_messages(
     if 0 < len(outliers) <= len(errors) // 4 and len(runs) >= 3 * FEWEST_RUNS:
         rows = list_some(runs.rows[i] for i in outliers)
         messages.append(
-            f"column 'loss' in rows {rows} is more than ten spreads ({spread:.2g} in log loss) from"
-            " the law: check those runs, or drop them with without_highest"
+            f"column 'loss' in rows {rows} is more than {OUTLIER_SPREADS} standard deviations"
+            f" ({spread:.2g} in log loss) from the law: check those runs, or drop them with"
+            " without_highest"
         )
     return messages

@@ -92,7 +92,7 @@ class IsoflopFit(ComparesArrays):
         return Interval(self.exponent - half, self.exponent + half)
 
     def _compute_size_interval(self, compute: float, n: float) -> tuple[float, float]:
-        """Return the ends of the interval of the best size `n` at `compute` FLOPs."""
+        """Return the bounds of the 95 % interval of the best size `n` at `compute` FLOPs."""
         freedom = len(self.valleys) - 2
         if freedom <= 0:
             return 0.0, math.inf

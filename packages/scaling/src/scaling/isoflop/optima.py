@@ -138,7 +138,7 @@ def _fit_valleys_of_common_shape(
     if count < needed:
         diagnostics.add(
             f"{count} sizes at {len(usable)} budgets are too few for a skew that all budgets"
-            f" share, which needs {needed}: these are plain parabolas"
+            f" share, which needs {needed}; each budget is fitted by a plain parabola"
         )
         return None
     diagnostics.occurrences |= left_out.occurrences
@@ -148,7 +148,7 @@ def _fit_valleys_of_common_shape(
         p, q = shape.exponents
         diagnostics.add(
             f"the shape ({p:.3g}, {q:.3g}) that would fit all budgets is at its bound: their skews"
-            " differ, or are noise; these are plain parabolas"
+            " differ, or are noise; each budget is fitted by a plain parabola"
         )
         return None
     valleys = []

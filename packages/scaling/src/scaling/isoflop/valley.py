@@ -159,7 +159,7 @@ class _Budgets:
         return (fitted - ones)[..., 0][self.mask]
 
     def compute_jacobian(self, log_exponents: Array) -> Array:
-        """Return the derivatives of `residuals` in log p and log q (Kaufman's approximation)."""
+        """Return the derivatives of `compute_residuals` in log p and log q (Kaufman 1975)."""
         p, q = np.exp(log_exponents)
         basis, coefficients = self.solve(p, q)
         slopes = self.compute_slopes(p, q, coefficients) * (p, q)

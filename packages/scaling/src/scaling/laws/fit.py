@@ -178,8 +178,8 @@ def fit_law(
         )
     _require_identified(form, columns)
     problem = Problem(form, columns, log_target)
-    num_power_laws = len(problem.log_amplitude_terms)  # Terms that are not finite are refused here.
-    form.require_linearity(columns)  # `minimum` and `maximum` may be linear only for other inputs.
+    num_power_laws = len(problem.log_amplitude_terms)  # raises for a term that is not finite
+    form.require_linearity(columns)  # `minimum` and `maximum` may be linear for some inputs only
     # A constant term fits equal targets exactly, which leaves the exponents undetermined.
     if np.ptp(log_target) == 0 and 0 < num_power_laws < problem.num_terms:
         raise ValueError(

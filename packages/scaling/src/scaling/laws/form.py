@@ -7,8 +7,7 @@ Every law of this package has the form
 
 where log g_k is linear in the exponents, as in log N^-alpha = -alpha log N. Laws differ only in
 log g_k, so a law is defined by one expression per term. `fit_law` can fit and resample any such
-law. catalog.toml contains published laws in this notation, and `fit_parametric` fits its first
-entry.
+law. catalog.toml contains published laws in this notation, and `fit_parametric` fits its first.
 """
 
 import ast
@@ -95,7 +94,9 @@ class Form:
         try:
             names = _collect_names(text)
         except SyntaxError:
-            raise ValueError(f"{self.name}: {text!r} is not an expression") from None
+            raise ValueError(
+                f"{self.name}: expected an expression such as '-alpha * log(tokens)', got {text!r}"
+            ) from None
         if unknown := names - known:
             raise ValueError(
                 f"{self.name}: {text!r} uses the unknown names {sorted(unknown)}; expected names"
@@ -109,9 +110,9 @@ class Form:
         return (*self.terms, *self.exponents)
 
     def decompose(self, columns: Mapping[str, Array]) -> list[tuple[Array, dict[int, Array]]]:
-        """Return for each term log g_k at zero exponents, and its slope in each exponent, all (n,).
+        """Return, for each term, log g_k at zero exponents and its slopes in the exponents.
 
-        Slopes are stored by the index of the exponent, only for exponents that the term uses.
+        All arrays are (n,). The slopes are keyed by the indices of the exponents of the term.
         """
         zeros = np.zeros(np.shape(next(iter(columns.values()))))
         at_zero = dict.fromkeys(self.exponents, np.float64(0.0))

@@ -187,8 +187,8 @@ def _warn_of_edges(rates: Array, sizes: Array, log_loss: Array) -> None:
             edge = math.exp(curves[at_edge[0]][0][side])
             warnings.warn(
                 f"the least loss at batch sizes {', '.join(f'{sizes[i]:g}' for i in at_edge)} is at"
-                f" the edge of the rates: sweep rates {direction} {edge:.3g} too; these have no"
-                " best rate",
+                " the edge of the rates, so they have no best rate: sweep rates"
+                f" {direction} {edge:.3g} too",
                 ScalingWarning,
                 stacklevel=4,
             )

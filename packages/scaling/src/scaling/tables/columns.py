@@ -66,8 +66,7 @@ def parse_columns(reading: Reading, columns: Mapping[str, Column]) -> dict[str, 
         else:
             numbers = np.full(len(reading.rows), unit)
             for name in column.name.split(TIMES):
-                # The factors are whole numbers, so a comma can only separate thousands. Only points
-                # are ambiguous.
+                # The factors are whole numbers, so commas separate thousands; points are ambiguous.
                 require_unambiguous(name, reading.rows, reading.table.get_cells(name), ".")
                 numbers = numbers * parse_positive(reading.table, name, 1.0, True)
         values[quantity] = numbers

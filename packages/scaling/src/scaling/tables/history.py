@@ -23,8 +23,8 @@ from scaling.units import Array
 EVEN_CHECKPOINTS = 4
 ANY_CHECKPOINTS = 20
 
-#: Largest error of an evenly spaced token count, as a fraction of the spacing.
-#: Rounding to three digits changes a count by up to 0.5 %, which is 2 % of the spacing of four.
+#: Largest error of an evenly spaced token count, as a fraction of the spacing. Rounding to three
+#: digits changes a count by up to 0.5 %. For the fourth count, this is 2 % of the spacing.
 EVEN_TOLERANCE = 0.02
 
 #: A name that ends with the step, epoch or tokens of a checkpoint, such as run0-step100.

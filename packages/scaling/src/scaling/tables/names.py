@@ -96,8 +96,7 @@ class Column:
     description: str = ""
     #: Higher ranks are more specific.
     rank: float = 0.0
-    #: Kinds of parameters that the column counts: "non-embedding", "with embeddings", "active",
-    #: "total".
+    #: Parameters that the column counts: "non-embedding", "with embeddings", "active", "total".
     kinds: frozenset[str] = frozenset()
     #: True if the name ends with a single letter, which may also stand for layers or a width.
     is_letter: bool = False
@@ -207,7 +206,7 @@ def _choose(quantity: str, likely: list[Column], source: str, result: Match) -> 
 
 
 def format_ambiguity(quantity: str, names: Sequence[str]) -> str:
-    """Return a message that several columns could be read, with advice on how to choose one."""
+    """Return the message that several columns may be a quantity, and how to choose one."""
     readings = " or ".join(f"columns={{{quantity!r}: {name!r}}}" for name in names)
     return f"columns {list(names)} may each be the {quantity}; choose one with {readings}"
 

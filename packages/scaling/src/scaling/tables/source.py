@@ -111,7 +111,7 @@ def _from_columns(content: Mapping[str, Any]) -> Table:
         columns[str(name)] = cells
     lengths = {name: len(cells) for name, cells in columns.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"columns differ in length: {lengths}")
+        raise ValueError(f"expected columns of one length, got {lengths}")
     rows = np.arange(1, max(lengths.values(), default=0) + 1)
     return flatten_cells(Table(columns, rows))
 

@@ -25,8 +25,8 @@ from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 #: An interval is reported as wide if its ends differ by more than this factor.
 WIDE_INTERVAL = 10.0
 
-#: A result is reported as far from the runs if its compute exceeds that of the largest run by more
-#: than this factor.
+#: An optimum is reported to be far from the runs if its compute exceeds that of the largest run by
+#: more than this factor.
 FAR_COMPUTE = 1e4
 
 #: A result is also reported if it is smaller than all runs by more than this factor, or if its
@@ -158,7 +158,7 @@ def compute_lack_of_fit(problem: Problem, theta: Array, errors: Array) -> float:
 def _compute_bend_test(problem: Problem, theta: Array, errors: Array) -> BendTest | None:
     """Return the sums of squares of the bend test; None for too few runs or runs without noise.
 
-    Residuals are clipped at four spreads, so that misread runs do not dominate.
+    Residuals are clipped at four robust standard deviations, so misread runs do not dominate.
     """
     logs = np.log([problem.columns[name] for name in ("parameters", "tokens")])
     x, y = (logs - logs.mean(1)[:, None]) / logs.std(1)[:, None]

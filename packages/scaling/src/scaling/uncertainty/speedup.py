@@ -1,4 +1,4 @@
-"""The factor by which one training recipe reduces the compute of another, with an interval.
+"""The compute that a training recipe needs to match another, as a ratio with an interval.
 
 The best loss of a law for compute C is its minimum over N on 6 N D = C. A search finds this minimum
 by narrowing a grid. This loss falls with compute, so bisection and interpolation find the compute
@@ -44,7 +44,7 @@ INTERPOLATIONS = 4
 
 @dataclass(frozen=True)
 class Speedup:
-    """The second recipe needs `factor` times the compute to reach the first recipe's loss."""
+    """The second recipe needs `factor` times `compute` to reach the first recipe's `loss`."""
 
     compute: float
     loss: float

@@ -81,9 +81,13 @@ def insert_adapters(
     """
     check_supported(model)
     children = list(children)
-    owners = {model.get_submodule(module) for module, _ in parameters}
-    if not owners.isdisjoint(children):
-        raise ValueError("expected an adapter of a layer or of its parameter, got both")
+    owners = {model.get_submodule(module): name for module, name in parameters}
+    if both := owners.keys() & {*children}:
+        owner = both.pop()
+        raise ValueError(
+            f"expected one adapter per weight, got adapters of a {type(owner).__name__} and of its "
+            f"parameter {owners[owner]!r}; leave one of them out"
+        )
     weights = {child._parameters.get("weight") for child in children}
     _check_ties(model, weights | {model.get_parameter(".".join(name)) for name in parameters})
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}

@@ -205,7 +205,9 @@ def _read_rank_and_alpha(name: str, config: dict[str, Any]) -> tuple[int, float]
 @torch.no_grad()
 def _copy_factors(name: str, adapter: LoRA | ParameterLoRA, pair: dict[str, Tensor]) -> None:
     if pair.keys() != {"A", "B"}:
-        raise ValueError(f"expected the factors A and B of {name}, got {sorted(pair)}")
+        raise ValueError(
+            f"expected the factors A and B of {name}, got {sorted(pair)}; load a complete file"
+        )
     for parameter, factor in ((adapter.lora_A, pair["A"]), (adapter.lora_B, pair["B"])):
         if parameter.shape != factor.shape:
             raise ValueError(

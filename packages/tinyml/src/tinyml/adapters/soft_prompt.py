@@ -44,7 +44,7 @@ class SoftPrompt(nn.Module):
         """
         if tokens.shape != carries_loss.shape:
             raise ValueError(
-                f"expected carries_loss with one truth value per token, of shape "
+                f"expected carries_loss with one bool per token, of shape "
                 f"{tuple(tokens.shape)}, got {tuple(carries_loss.shape)}"
             )
         targets = torch.where(carries_loss, tokens.long(), IGNORED)

@@ -75,7 +75,7 @@ def get_block_state(block: nn.Module, arguments: Any) -> tuple[list[Any], list[t
     """Return the values in a block's arguments and in its modules' attributes, and their stamps.
 
     A stamp changes if the value is replaced, or if it is a tensor that is modified in place. The
-    first list keeps the values alive, so that no other object gets the identity of one of them.
+    first list keeps the values alive, so that no new object can have the `id` of one of them.
     """
     attributes = [
         value

@@ -318,6 +318,6 @@ def _encode_value(key: str, value: Value) -> bytes:
     if isinstance(value, int | np.integer) and -(2**31) <= value < 2**32:
         return struct.pack("<Ii", 5, value) if value < 0 else struct.pack("<II", 4, value)
     raise ValueError(
-        "expected a string, a truth value, a float32, a 32-bit integer, or a list of values of one "
+        "expected a string, a bool, a float32, a 32-bit integer, or a list of values of one "
         f"of these types and of one sign, as metadata[{key!r}], got {value!r:.200}"
     )

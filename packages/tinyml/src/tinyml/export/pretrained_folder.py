@@ -249,8 +249,7 @@ def _to_unsigned_codes(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
 def _pack_int32(codes: Tensor, bits: int, order: Sequence[int]) -> Tensor:
     """Pack unsigned codes (..., n) into int32 (..., n * bits / 32).
 
-    The code at position `order[i]` of each word starts at bit `i * bits`. `order` has 32 / bits
-    positions.
+    In each word of 32 / bits codes, the code at position `order[i]` starts at bit `i * bits`.
     """
     words = codes.unflatten(-1, (-1, len(order)))[..., list(order)]
     return pack(words, bits).view(torch.int32).view(words.shape[:-1])

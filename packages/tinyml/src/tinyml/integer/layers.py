@@ -43,7 +43,7 @@ from tinyml.quantization.products import EXACT_IN_FLOAT32
 
 #: The number of float64 values that fit in a processor's cache.
 _CACHED_VALUES = 2**16
-# A sum of at most this number of products of int8 codes and a bias is within int32.
+#: A sum of at most this number of products of int8 codes and a bias is within int32.
 MAX_INT32_PRODUCTS = 2**15
 
 

@@ -62,7 +62,9 @@ def prune_channels(
     if scope not in ("group", "global"):
         raise ValueError(f"expected scope 'group' or 'global', got {scope!r}")
     if scope == "global" and isinstance(sparsity, Mapping):
-        raise ValueError("expected one sparsity for scope='global', got a mapping of layers")
+        raise ValueError(
+            "expected one sparsity for scope='global', got a mapping of layers; pass a number"
+        )
     model, walk, groups = _make_ranked_copy(model, inputs, criterion, loss)
     protected = find_protected(model, protect)
     chosen = [g for g in groups if not protected & {piece.layer for piece in g.slices}]

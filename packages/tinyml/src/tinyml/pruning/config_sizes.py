@@ -164,7 +164,7 @@ def _get_tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _get_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the public plain attributes of all modules, by module and name."""
+    """Return the public numbers, strings and tuples of all modules, by module and name."""
     return {
         (path, key): value
         for path, module in model.named_modules()

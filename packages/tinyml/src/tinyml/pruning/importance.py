@@ -62,8 +62,7 @@ def rank_units(
 ) -> None:
     """Set the `scores` and the `order` of each group.
 
-    Raise `ValueError` for weights that are not of `FLOAT_TYPES`, and for infinite or NaN weights
-    and scores.
+    Raise `ValueError` for weights not of `FLOAT_TYPES`, and for infinite or NaN weights and scores.
     """
     for group in groups:
         for piece in group.slices:

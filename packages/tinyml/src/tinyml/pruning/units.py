@@ -179,11 +179,12 @@ class Walk:
             return
         for index, sources in get_size_sources(node).items():
             if isinstance(result, list):
-                source, _, *dim = node.args
+                source, _, *rest = node.args
+                split_dim = rest[0] if rest else 0
                 rank = len(get_shape(source))  # type: ignore[arg-type]
                 unit_dim = result[0].dim
                 pieces = result if index == -1 else result[index : index + 1]
-                if (dim or [0])[0] not in (unit_dim, unit_dim - rank):
+                if split_dim not in (unit_dim, unit_dim - rank):
                     # A split along another dimension counts no units, and may have more pieces.
                     pieces = [Units(unit_dim, ())]
                 for piece in pieces:

@@ -2,8 +2,7 @@
 
 A layer has two implementations: a reference and a kernel, which is used only if it is clearly
 faster (see `get_timing`). Selecting an implementation costs up to 5 microseconds per call. Each
-implementation prepares its own form of the weight at its first use. Prepared weights are never in a
-state dict.
+implementation prepares its own form of the weight at its first use, outside of the state dict.
 """
 
 from __future__ import annotations

@@ -62,16 +62,15 @@ def gptq(
     `model(batch)`, or `model(**batch)` for a mapping, runs up to each layer in evaluation mode. A
     batch that is a list or tuple of one tensor counts as this tensor. Later layers are calibrated
     on the outputs of rounded layers. Blocks of rounded layers do not run again
-    (Note [Replayed blocks]). Tokens at which `batch["attention_mask"]` (batch, seq) is
-    zero are padding and do not count. A weight that several layers share is rounded for the inputs
-    of the first of these layers. A layer that receives no inputs other than zeros is rounded to the
+    (Note [Replayed blocks]). Tokens at which `batch["attention_mask"]` (batch, seq) is zero are
+    padding and do not count. A weight that several layers share is rounded for the inputs of the
+    first of these layers. A layer that receives no inputs other than zeros is rounded to the
     nearest codes. A warning names the first four of these layers.
 
     There is one scale per output, or per group of `group_size` inputs; with symmetric=False there
-    is also a zero point. `damping` is the fraction of H's mean diagonal that is added to the
-    diagonal; it is increased until H can be factored. With `activation_order`, inputs with large
-    values are rounded first, group by group. `progress(name, done, total)` is called after each
-    layer.
+    is also a zero point. `damping` times the mean of H's diagonal is added to the diagonal; it is
+    increased until H can be factored. With `activation_order`, inputs with large values are rounded
+    first, group by group. `progress(name, done, total)` is called after each layer.
     """
     check_grid_bits(bits, symmetric)
     if not 0 <= damping < math.inf:
@@ -154,8 +153,8 @@ def compute_gptq_codes(
     `hessian` is H = sum x x^T (in, in) over the calibration inputs x. `grid` has one row per output
     or per group of inputs. With `refit`, the grid of a group is fitted again before its columns are
     rounded: `refit(rows)` returns the grid of its updated weights `rows` (out, group). `damping` is
-    that of `compute_reversed_cholesky`. Errors are added within `block` columns first and then once
-    to all later columns, which is the same sum with less memory traffic.
+    that of `compute_reversed_cholesky`. Errors are compensated within `block` columns first, and
+    then once in all later columns; the sums are the same, with less memory traffic.
     """
     outputs, inputs = weight.shape
     check_finite("the weight", weight)

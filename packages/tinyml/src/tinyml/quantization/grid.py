@@ -63,12 +63,13 @@ def compute_grid(rows: Tensor, bits: int, *, symmetric: bool = True) -> Grid:
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     minimum, maximum = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     if symmetric:
-        scale = _step(torch.maximum(minimum.abs(), maximum.abs()), high)
+        scale = _compute_step(torch.maximum(minimum.abs(), maximum.abs()), high)
         return Grid(scale, torch.zeros_like(scale), -high, high)
     minimum, maximum = minimum.clamp(max=0), maximum.clamp(min=0)
     # The difference of two large numbers overflows, and the half of a subnormal number is rounded.
     extent, half = maximum - minimum, maximum / 2 - minimum / 2
-    scale = torch.where(extent.isinf(), 2 * (half / (high - low)), _step(extent, high - low))
+    step = _compute_step(extent, high - low)
+    scale = torch.where(extent.isinf(), 2 * (half / (high - low)), step)
     zero = (low - minimum / scale).round().clamp(low, high)
     return Grid(scale, zero, low, high)
 
@@ -81,7 +82,7 @@ def check_grid_bits(bits: int, symmetric: bool) -> None:
     check_bits(bits, f"a grid with {symmetric=}", least=2 if symmetric else 1)
 
 
-def _step(extent: Tensor, steps: int) -> Tensor:
+def _compute_step(extent: Tensor, steps: int) -> Tensor:
     """Return `extent / steps`, rounded up if it is subnormal, and 1 if the extent is zero."""
     step = extent / steps
     limits = torch.finfo(step.dtype)

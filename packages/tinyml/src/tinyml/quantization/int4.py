@@ -29,7 +29,8 @@ class Int4Linear(FastestLinear):
         self.grid = grid
         shape = grid.shape[::-1] if grid.transposed else grid.shape
         self.out_features, self.in_features = shape
-        self.group_size, self.dtype = grid.rows[1], grid.scale.dtype
+        self.group_size = grid.rows[1]
+        self.dtype = grid.scale.dtype
 
     @property
     def weight(self) -> Tensor:

@@ -72,7 +72,7 @@ class Int8Linear(FastestLinear):
         return is_int8_exact(self.weight_codes, inputs)
 
     def compute_untimed(self, inputs: Tensor) -> Tensor:
-        """Compute the outputs in float, or with exact sums if the layer may not stay in float."""
+        """Return the outputs of the reference: the float product, or exact sums of the codes."""
         if self.reference == "float":
             return super().compute_untimed(inputs)
         return self._multiply(inputs, partial(multiply_in_float64, self.weight_codes))

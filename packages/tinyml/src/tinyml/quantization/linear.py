@@ -1,4 +1,4 @@
-"""Linear quantization of a model: weights on uniform grids, and optionally faster products."""
+"""Linear quantization: weights on uniform grids, and linear layers that multiply their codes."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ def quantize(
     without a clearly faster product are unchanged. With 4 bits, `group_size` is 32 by default. With
     this default, layers are also unchanged if their number of inputs is not a multiple of 32.
 
-    With "auto" or "dynamic", `progress(name, done, total)` is called after the decision for each
-    linear layer.
+    With "auto" or "dynamic", `progress(name, done, total)` is called after each linear layer.
     """
     if activations not in ("float", "dynamic", "auto"):
         raise ValueError(f"expected activations 'float', 'dynamic' or 'auto', got {activations!r}")

@@ -53,7 +53,6 @@ def multiply_in_float32(dense: Tensor, inputs: Tensor, *, in_parts: bool) -> Ten
     inputs = inputs.float()
     if not in_parts:
         return F.linear(inputs, dense)
-    # The sums of the parts are exact for all codes, and their total is a sum of integers.
     total = torch.zeros((), dtype=torch.int32, device=inputs.device)
     for start in range(0, dense.shape[1], _EXACT_INPUTS):
         part = slice(start, start + _EXACT_INPUTS)

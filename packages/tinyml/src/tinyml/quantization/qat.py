@@ -36,8 +36,7 @@ def prepare_qat(
     check_bits(bits, "a symmetric grid", least=2)
 
     def compress(layer: nn.Module, bits: int) -> RoundedWeight:
-        weight, transposed = get_weight(layer), is_conv1d(layer)
-        return RoundedWeight(weight, bits, group_size, learn_scale, transposed)
+        return RoundedWeight(get_weight(layer), bits, group_size, learn_scale, is_conv1d(layer))
 
     return compress_weights(model, layers, bits, compress, protect)
 
@@ -58,9 +57,8 @@ def convert(model: nn.Module) -> nn.Module:
             weight = cast(Any, layer).parametrizations.weight.original.detach()
             check_finite("the trained weights", weight)
             rows, grid = rounded.compute_rows_and_grid(weight)
-            bits, transposed = rounded.bits, rounded.transposed
             stored = GridWeight.from_codes(
-                grid.quantize(rows), grid, weight, bits, transposed=transposed
+                grid.quantize(rows), grid, weight, rounded.bits, transposed=rounded.transposed
             )
             install_weight(model, layer, stored)
             is_converted = True

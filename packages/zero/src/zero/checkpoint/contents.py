@@ -126,11 +126,11 @@ class _EntrySorter:
         self.contents.optimizers = _find_optimizer_prefixes(entries, self.names)
         self._sort(entries, sorted(self.contents.optimizers, key=len, reverse=True))
         if len(self.contents.optimizers) == 1:
-            spelled = [parameter for parameter, _, _ in self.states]
+            stored = [parameter for parameter, _, _ in self.states]
             for key, group in self.groups.items():
                 members = group.get("param_names", group.get("params", [key]))
-                spelled += [str(member) for member in members]
-            self._name_parameters(_find_state_prefix(spelled, self.names, self.prefix))
+                stored += [str(member) for member in members]
+            self._name_parameters(_find_state_prefix(stored, self.names, self.prefix))
 
     def _sort(self, entries: Sequence[str], roots: Sequence[str]) -> None:
         """Assign each entry to the first optimizer in `roots` with its prefix, or to `extra`."""
@@ -159,10 +159,10 @@ class _EntrySorter:
             return False
         return True
 
-    def _name_parameters(self, strip: str) -> None:
+    def _name_parameters(self, state_prefix: str) -> None:
         """Find the model's name of each parameter in the optimizer's groups and state.
 
-        strip: the prefix of the optimizer's names.
+        state_prefix: the prefix of the optimizer's names.
         """
         #: Maps the members of the stored groups to their names, or to themselves.
         name_of: dict[Any, str | int] = {}
@@ -171,10 +171,10 @@ class _EntrySorter:
             members = group.get("params", [key])
             # torch stores names in addition to numbers if the optimizer has them.
             for member, name in zip(members, group.get("param_names", members), strict=True):
-                name_of[member] = name.removeprefix(strip) if isinstance(name, str) else name
+                name_of[member] = name.removeprefix(state_prefix) if isinstance(name, str) else name
                 self.contents.options[name_of[member]] = get_options(group)
         for parameter, key, stored in self.states:
-            model_name = _find_name(parameter, strip, self.names, name_of)
+            model_name = _find_name(parameter, state_prefix, self.names, name_of)
             if model_name is None:
                 self.contents.foreign_states.append(stored)
             else:
@@ -198,7 +198,7 @@ def _find_optimizer_prefixes(entries: Sequence[str], names: set[str]) -> list[st
     return sorted(root for root in roots if not root.startswith(state_prefixes))
 
 
-def _find_state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> str:
+def _find_state_prefix(stored: Sequence[str], names: set[str], prefix: str) -> str:
     """Return the suffix of the model's prefix that the optimizer's names also have.
 
     In `{"model": ..., "optimizer": ...}` the model's tensors are stored under `model.`. The
@@ -208,7 +208,7 @@ def _find_state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> 
     num_fitting = {}
     starts = [len(prefix), *(match.start() for match in re.finditer(r"[^.]+\.", prefix))]
     for suffix in (prefix[start:] for start in starts):
-        fitting = {s for s in spelled if s.startswith(suffix) and s.removeprefix(suffix) in names}
+        fitting = {s for s in stored if s.startswith(suffix) and s.removeprefix(suffix) in names}
         num_fitting[suffix] = len(fitting)
     largest = max(num_fitting.values())
     best = [suffix for suffix, number in num_fitting.items() if number == largest]
@@ -221,12 +221,12 @@ def _find_state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> 
 
 
 def _find_name(
-    parameter: str, strip: str, names: set[str], name_of: Mapping[Any, str | int]
+    parameter: str, state_prefix: str, names: set[str], name_of: Mapping[Any, str | int]
 ) -> str | int | None:
     """Return the model's name of a stored parameter, or its number; None if it is unknown."""
     if parameter.isdigit() and int(parameter) in name_of:
         return name_of[int(parameter)]
-    name = parameter.removeprefix(strip)
+    name = parameter.removeprefix(state_prefix)
     return name if name in names else None
 
 

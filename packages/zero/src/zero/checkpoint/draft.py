@@ -47,7 +47,8 @@ class PathLock:
                     os.pwrite(
                         handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0
                     )
-                    self._handle, handle = handle, -1
+                    self._handle = handle
+                    handle = -1
             except OSError as error:
                 if error.errno in LOCKED_BY_ANOTHER:
                     holder = os.pread(handle, 200, 0).decode(errors="replace") or "another process"
@@ -73,7 +74,8 @@ class PathLock:
         """
         if self._handle is None:
             return
-        handle, self._handle = self._handle, None
+        handle = self._handle
+        self._handle = None
         with suppress(OSError):
             self.file.unlink(missing_ok=True)
         with suppress(OSError):

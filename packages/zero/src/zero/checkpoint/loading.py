@@ -189,7 +189,7 @@ class Loading:
             self._check_state_shapes()
 
     def _check_state_shapes(self) -> None:
-        """Raise ValueError if state has several or no elements, and not its parameter's shape."""
+        """Raise ValueError if state has neither one element nor the shape of its parameter."""
         stored: Mapping[str, Any] = self.contents.source.tensors
         for slot, entries in self.states:
             for key, name in entries:
@@ -215,9 +215,10 @@ class Loading:
             )
         foreign = contents.foreign_states
         if foreign and self.strict:
+            more = f" and {len(foreign) - 1} more" if foreign[1:] else ""
             raise ValueError(
-                f"{foreign[0]} and {len(foreign) - 1} more are the state of parameters that the "
-                "model does not have: load into the model that was saved, or pass strict=False"
+                f"expected state of the model's parameters only, got {foreign[0]}{more}: load into "
+                "the model that was saved, or pass strict=False"
             )
         if foreign:
             self.left_out.append(f"{', '.join(foreign)}: state of parameters not in the model")

@@ -126,16 +126,16 @@ def find_model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
 
 
 def find_slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]]:
-    """Return the slots of each group in order; those of a ShardedOptimizer describe its shards."""
+    """Return the slots of each group in order. Slots of a ShardedOptimizer describe its shards."""
     slot_of = {slot.parameter: slot for slot in _iter_slots(model)}
     if isinstance(optimizer, ShardedOptimizer):
         names = {parameter: slot.name for parameter, slot in slot_of.items()}
-        split: dict[nn.Parameter, Slot] = {}
+        shard_slots: dict[nn.Parameter, Slot] = {}
         for parameter, piece, shard, _ in optimizer.flat.shards:
             run = Run(piece.start, piece.stop, shard.shape)
             name = _look_up(parameter, names)
-            split[shard] = Slot(name, parameter.shape, run, shard, False)
-        return [[split[p] for p in group["params"]] for group in optimizer.inner.param_groups]
+            shard_slots[shard] = Slot(name, parameter.shape, run, shard, False)
+        return [[shard_slots[p] for p in group["params"]] for group in optimizer.inner.param_groups]
     hooks = find_optimizer_hooks(optimizer)
     if hooks:
         for parameter, slot in slot_of.items():

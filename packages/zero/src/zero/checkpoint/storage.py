@@ -210,8 +210,7 @@ def open_folder(path: Path) -> Folder:
 def hash_checkpoint(path: Path) -> int:
     """Return a number that changes with every `save_checkpoint` to `path`; 0 if nothing is there.
 
-    For other programs' files, it depends only on the metadata, or on the names and sizes of the
-    files.
+    For other programs' files, it depends only on the metadata, or on file names and sizes.
     """
     for name in (checksums.NAME, ".metadata"):
         if (path / name).is_file():

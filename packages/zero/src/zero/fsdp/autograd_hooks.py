@@ -112,7 +112,7 @@ def call_after_gradients(
     """Return `values` with views of their tensors whose gradients are hooked.
 
     `hook()` is called when the backward pass has computed all these gradients. The mutable
-    containers are appended to `mutable`, as by `replace_tensors`.
+    containers are appended to `mutable`: see `replace_tensors`.
     """
     tensors = {id(tensor): tensor for tensor in find_tensors(values) if tensor.requires_grad}
     hooked: dict[int, Tensor] = {}
@@ -133,8 +133,8 @@ def call_before_gradients(values: Any, hook: Callable[[], None], inputs: Any = (
         if not tensor.requires_grad:
             continue
         tensor.register_hook(lambda _: hook())
-        # An in-place change of a view replaces its graph node by a node of its base, which does not
-        # have the hook.
+        # An in-place change of a view replaces its graph node with a node of its base, which does
+        # not have the hook.
         base = tensor._base
         # If an input is a view of `base`, the module did not compute `base`.
         is_input = any(isinstance(x, Tensor) and x._base is base for x in tree_leaves(inputs))

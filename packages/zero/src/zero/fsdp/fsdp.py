@@ -60,7 +60,7 @@ class FSDP(UnitSchedule):
         step shards. A trial verifies this before the first step. torch's element-wise classes need
         not be listed. For any other optimizer class, all ranks gather each unit during a step, and
         one owner rank steps each full parameter.
-    reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
+    reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch's functions.
     inner: the FSDPs of modules within `module`. This FSDP takes over their units (`fully_shard`).
     """
 

@@ -60,7 +60,7 @@ def install_optimizer_hooks() -> None:
 
 
 def find_optimizer_hooks(optimizer: torch.optim.Optimizer) -> OptimizerHooks | None:
-    """Return the OptimizerHooks of an optimizer of shards, None for any other optimizer.
+    """Return the OptimizerHooks of an optimizer of shards, or None for any other optimizer.
 
     Create or update it if necessary. Raise RuntimeError if the optimizer cannot step shards.
     """

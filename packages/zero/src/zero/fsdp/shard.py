@@ -90,8 +90,8 @@ def make_shards(
             shard_offset = pieces[index].offset - shard_start
         values = unit.shard[shard_offset : shard_offset + stop - start]
         shard = Shard(as_column(values, parameter.dim()), parameter.requires_grad)
-        # Programs group parameters by attributes that models set, such as `_no_weight_decay`. The
-        # dictionary is common, so the optimizer and the forward pass read each other's attributes.
+        # Programs group parameters by attributes that models set, such as `_no_weight_decay`. Both
+        # tensors share one `__dict__`, so modules and optimizers read the same attributes.
         full.__dict__ = shard.__dict__ = dict(vars(parameter))
         parameters.append(
             ShardedParameter(unit, name, parameter.shape, start, stop, shard, full, owners)

@@ -282,8 +282,7 @@ class Unit:
         self._check_versions()
         self._num_checks += 1
         # A write through `.data` changes the values but not the version counter. Each rank compares
-        # its elements at checks 1, 2, 4, 8, ..., so that the average cost per step becomes
-        # negligible.
+        # its elements at checks 1, 2, 4, 8, ..., so that the cost per step becomes negligible.
         is_due = self._num_checks & (self._num_checks - 1) == 0
         is_valid = self._gathered_version == self.shard._version
         if not (is_due and self.state is UnitState.UNSHARDED and is_valid):

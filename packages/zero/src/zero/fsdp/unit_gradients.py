@@ -153,8 +153,7 @@ class UnitGradients:
                 parameter.full.grad = None
             if index not in self._placeholders:
                 shard = parameter.shard
-                # The key is the average of earlier backward passes, which `_accumulate_grad`
-                # restores.
+                # The key is the average of earlier passes, which `_accumulate_grad` restores.
                 placeholder = AveragedGradient(shard, self, shard.grad)
                 # Autograd adds gradients of penalties on the shard, which are averages already.
                 placeholder.unreduced = torch.zeros_like(as_plain_shard(shard))

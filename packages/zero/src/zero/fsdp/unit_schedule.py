@@ -186,11 +186,8 @@ class UnitSchedule(nn.Module):
         if units and dtype is not None:
             args, kwargs = cast(dtype, (args, kwargs), mutable)
         if units and torch.is_grad_enabled():
-            args, kwargs = call_after_gradients(
-                (args, kwargs),
-                mutable,
-                partial(self._finish_module_backward, module),
-            )
+            finish_backward = partial(self._finish_module_backward, module)
+            args, kwargs = call_after_gradients((args, kwargs), mutable, finish_backward)
         return args, kwargs
 
     def _finish_module_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -233,8 +230,8 @@ class UnitSchedule(nn.Module):
         for unit in units:
             unit.set_unsharded_by_caller(False)
             unit.remove_user()
-            keep = is_forward_complete or not unit.reshard_after_forward
-            if not (keep and torch.is_grad_enabled()) and not self._in_backward:
+            should_keep = is_forward_complete or not unit.reshard_after_forward
+            if not (should_keep and torch.is_grad_enabled()) and not self._in_backward:
                 unit.reshard()
 
     def _end_forward(self, output: Any) -> Any:

@@ -40,7 +40,7 @@ class _Plan:
     owners: Owners = field(default_factory=dict)
     #: The first name of each sharded parameter.
     names: dict[nn.Parameter, str] = field(default_factory=dict)
-    #: The sharded module around each module, whose forward pass needs its parameters full.
+    #: Maps each module to the innermost sharded module around it, which gathers its parameters.
     user: dict[nn.Module, nn.Module] = field(default_factory=dict)
     #: The parameters in each sharded module that no sharded module within it has.
     groups: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)
@@ -209,7 +209,7 @@ def materialize_module(
     module: nn.Module,
     owners: Owners,
 ) -> None:
-    """Replace a module's meta tensors, but not its submodules', by initialized tensors."""
+    """Replace a module's meta tensors, but not its submodules', with initialized tensors."""
     tensors = {**module._parameters, **module._buffers}
     meta = {name: t for name, t in tensors.items() if t is not None and t.is_meta}
     for name, old in meta.items():

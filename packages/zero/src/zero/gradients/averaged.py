@@ -111,7 +111,7 @@ class AveragedGradient(PartialGradient):
         return [values for start, stop, values in self.fetch_local_runs() if start < stop]
 
     def full_tensor(self) -> Tensor:
-        """Return the whole average on every rank; every rank must call it."""
+        """Return the whole average on every rank; every rank must call this method."""
         return gather_runs(self.fetch_local_runs(), self.shape, self.communicator)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -257,7 +257,8 @@ def _apply_foreach(name: str, args: Any, kwargs: Any) -> Any:
         return compute_norms(args[0], *args[1:], **kwargs)
     operator = getattr(aten, name)
     if name.rstrip("_") in ("addcdiv", "addcmul") and len(args) > 3:
-        args, kwargs = args[:3], {"value": args[3]}
+        kwargs = {"value": args[3]}
+        args = args[:3]
     results = []
     for index in range(len(args[0])):
         row = [arg[index] if isinstance(arg, list | tuple) else arg for arg in args]

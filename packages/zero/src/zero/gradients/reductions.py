@@ -102,7 +102,10 @@ def compute_norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None
     several groups. Every rank must call this function.
     """
     if ord <= 0:
-        raise ValueError(f"expected a norm of order > 0 of a sharded gradient, got order {ord}")
+        raise ValueError(
+            f"expected a norm of order > 0 of a sharded gradient, got order {ord}: compute it from "
+            "full_tensor(), called by every rank"
+        )
     # The norm of a vector is the norm of the norms of its parts.
     local = torch.zeros(len(gradients), dtype=torch.float64, device=gradients[0].device)
     for index, gradient in enumerate(gradients):

@@ -44,7 +44,7 @@ class ShardGradient(PartialGradient):
         return [as_plain(self)]
 
     def full_tensor(self) -> Tensor:
-        """Return the whole average on every rank; every rank must call it."""
+        """Return the whole average on every rank; every rank must call this method."""
         full: Tensor = _FullTensor.apply(as_plain(self), self.elements, self.communicator)
         return full
 
@@ -134,8 +134,8 @@ def as_plain(tensor: Tensor) -> Tensor:
 def call_on_shards(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any], Any]) -> Any:
     """Return the result of a torch function on shards of parameters.
 
-    The rules for sharded gradients apply, except while an optimizer steps, and except for the
-    methods in `ON_OBJECT`, the registration of hooks, and attributes other than views.
+    The rules for sharded gradients apply, except while an optimizer steps. Methods in `ON_OBJECT`,
+    the registration of hooks, and attributes other than views are called unchanged.
 
     as_gradient: a function that returns a shard as a ShardGradient, and other values unchanged.
     """

@@ -68,7 +68,7 @@ class FlatParameters:
 
         Return the affected parameters. Raise RuntimeError if a shape, dtype or device has changed.
         """
-        own_storages = {view.untyped_storage().data_ptr() for view in self.views.values()}
+        flat_storages = {view.untyped_storage().data_ptr() for view in self.views.values()}
         replaced: list[tuple[nn.Parameter, Tensor]] = []
         for parameter, view in self.views.items():
             data = parameter.data
@@ -81,7 +81,7 @@ class FlatParameters:
                     f"got {tuple(data.shape)} {data.dtype} on {data.device}: construct "
                     "ShardedOptimizer after the model has its final shapes, dtype and device"
                 )
-            if data.untyped_storage().data_ptr() in own_storages:
+            if data.untyped_storage().data_ptr() in flat_storages:
                 # The caller may have swapped or transposed parameters. Copying into one view would
                 # then overwrite the values of another parameter.
                 data = data.clone()

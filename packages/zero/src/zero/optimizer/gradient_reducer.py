@@ -82,8 +82,7 @@ class GradientReducer:
         #: True from the first gradient of a backward pass until all buckets are launched.
         self.in_backward = False
         #: A weak reference to the callback at the end of the backward pass. Only the engine keeps
-        #: it alive, so the reference is dead if an exception has interrupted that backward
-        #: pass.
+        #: it alive, so the reference is dead if an exception has interrupted that pass.
         self._end_callback: Callable[[], Callable[[], None] | None] = lambda: None
         self._group_member = GroupMember(self, communicator)
 

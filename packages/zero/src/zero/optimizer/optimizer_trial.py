@@ -168,7 +168,7 @@ class Trial:
     def _advise_skip(self) -> str:
         """Return the advice for an optimizer that may be sharded although its trial fails."""
         if self.as_columns:
-            return "replace FSDP by ShardedOptimizer(..., elementwise=False) (stages 1 and 2)"
+            return "replace FSDP with ShardedOptimizer(..., elementwise=False) (stages 1 and 2)"
         return "pass ShardedOptimizer(..., elementwise=False)"
 
     def _check_state_is_joinable(self, optimizer: Optimizer) -> None:
@@ -221,12 +221,12 @@ def check_state(optimizer: Optimizer) -> None:
     if shared:
         raise ValueError(
             f"{type(optimizer).__name__} cannot be sharded: its state {shared[0]!r} does not "
-            "belong to a parameter, so a sharded checkpoint would lack it; use it unsharded"
+            "belong to a parameter, so a sharded checkpoint would not contain it; use it unsharded"
         )
 
 
 def _replace_zero_learning_rate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with 0.01 in place of a learning rate of zero, but not of None.
+    """Return the options, with a learning rate of 0.01 instead of zero; None is not replaced.
 
     A schedule with warm-up may start at zero, and the trial would then detect no dependence.
     """

@@ -44,7 +44,7 @@ def list_numeric_options(optimizer: torch.optim.Optimizer) -> Options:
 
 
 def find_changed_options(optimizer: torch.optim.Optimizer, after_step: Options) -> Options:
-    """Return the options that are not in `after_step`, the options after the last step."""
+    """Return the options that differ from `after_step`, the options after the last step."""
     return [option for option in list_numeric_options(optimizer) if option not in after_step]
 
 

@@ -29,7 +29,7 @@ def set_owner(parameter: Tensor, optimizer: object) -> None:
 
 
 def read_params(params: Any) -> tuple[list[Any], list[Any]]:
-    """Return the entries of `params`, groups as by `read_group`, and the members of all groups."""
+    """Return the entries of `params`, whose groups `read_group` has read, and all members."""
     if isinstance(params, Tensor):
         raise TypeError("params is one tensor: pass model.parameters() or parameter groups")
     check_ordered(params)

@@ -68,8 +68,8 @@ class ReductionQueue:
             # An empty view would keep the memory of the buffer.
             output = buffer if is_owner else buffer.new_empty(0)
         else:
-            in_place = not self.release_gradients and self.communicator.sums_in_place
-            output = bucket.get_buffer_shard() if in_place else torch.empty_like(bucket.shard)
+            is_in_place = not self.release_gradients and self.communicator.sums_in_place
+            output = bucket.get_buffer_shard() if is_in_place else torch.empty_like(bucket.shard)
             work = self.communicator.reduce_scatter(output, buffer)
         self._in_flight.append(_Reduction(bucket, output, buffer, work))
 

@@ -64,10 +64,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         the end. A trial of 50 steps verifies the declaration for custom optimizer classes. False
         assigns each whole parameter to one rank, without a trial. None, the default, splits tensors
         for torch's element-wise optimizers, and assigns whole parameters for any other class. For
-        custom classes, a trial then checks that the update of a parameter depends on no other one.
+        custom classes, a trial then checks that no update of a parameter depends on another one.
         torch's Adafactor and Muon always get whole parameters, and reject True.
     bucket_size_mb: the target size of one collective in MiB, at least 0.
-    reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
+    reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch's functions.
     """
 
     def __init__(

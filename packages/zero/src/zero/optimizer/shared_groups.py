@@ -19,9 +19,9 @@ _entries: WeakSet[GroupMember] = WeakSet()
 
 
 class GroupMember:
-    """An entry for a reducer, with a number that is unique among the reducers of its process group.
+    """The membership of a reducer in its process group, with a number that is unique in the group.
 
-    Every rank must construct the entry.
+    Every rank must construct it, because the ranks agree on the number.
     """
 
     def __init__(self, reducer: Any, communicator: Communicator) -> None:

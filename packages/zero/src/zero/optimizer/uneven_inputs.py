@@ -40,7 +40,7 @@ class UnevenInputs(JoinHook):
             return 0
         work = Join.notify_join_context(self.optimizer)
         if work is None:
-            raise ValueError("expected ShardedOptimizer as the only argument of Join([...])")
+            raise ValueError("expected Join([optimizer]), got another Joinable before optimizer")
         work.wait()
         self.optimizer.communicator.is_joining = True
         averaged = self.optimizer.reducer.list_averaged_indices()
@@ -71,9 +71,9 @@ class UnevenInputs(JoinHook):
         """Clear the gradients that the last active ranks have cleared, and end the context."""
         reducer = self.optimizer.reducer
         averaged = None if self.has_joined else reducer.list_averaged_indices()
-        everyone = self.optimizer.communicator.gather_objects(averaged)
+        averaged_of_ranks = self.optimizer.communicator.gather_objects(averaged)
         if self.has_joined:
-            reducer.clear_other_gradients(next(entry for entry in everyone if entry is not None))
+            reducer.clear_other_gradients(next(a for a in averaged_of_ranks if a is not None))
         self.has_joined = True
         self.optimizer.communicator.is_joining = False
 

@@ -15,6 +15,6 @@ logits:
     padded     the same scores, with padding before, between and after tokens
     positions  the same padding, with position ids that do not count it
 
-The last three are left out if the model does not accept position ids or masks. A bound that neither
-these comparisons nor the model's own weights reach is not detected.
+`rotation` needs a model that accepts position ids, `padded` one that accepts masks, and `positions`
+both. A bound that neither these comparisons nor the model's own weights reach is not detected.
 """

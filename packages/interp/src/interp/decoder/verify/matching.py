@@ -234,8 +234,8 @@ def compute_logits(
             for name, buffer in model.named_buffers(remove_duplicate=False)
             if not name.endswith("inv_freq")
         }
-        # named_modules() lists a shared module once. Were its weights replaced under a second name
-        # too, functional_call would save the random weights there as the original ones, and
+        # named_modules() lists a shared module once. If its weights were also replaced under a
+        # second name, functional_call would save the random weights there as the original ones, and
         # restore them at the end.
         module_names = dict(model.named_modules())
         swapped = {

@@ -38,8 +38,8 @@ class Scale:
     inner_std: float = 1.5
     #: The values of the attention.
     value_std: float = 1.0
-    #: The outputs of attention and MLP, if their output projections read numbers with a standard
-    #: deviation of 1; by default `stream_std`. It is reduced in models of more than 4 layers.
+    #: The outputs of attention and MLP, for inputs of their output projections with a standard
+    #: deviation of 1. The default is `stream_std`. Models of more than 4 layers use a fraction.
     write_std: float | None = None
 
 

@@ -42,9 +42,9 @@ def check_stage(run: Run, result: results.Inspect) -> Iterator[Check]:
     tokens, targets = (t.to(run.device) for t in heldout)
     loss = reference.compute_mean_loss(weights, tokens, targets, heads)
     lens = result.lens[-1]["target_loss"]
-    interps = Sources("interp", "the loss in float64")
+    float64 = Sources("interp", "the loss in float64")
     name = "lens after the last layer"
-    yield interps.check_loss(name, loss, lens, REPLAYED_LOSS)
+    yield float64.check_loss(name, loss, lens, REPLAYED_LOSS)
     yield from _check_scores(run, weights, heads, result.heads)
 
 
@@ -56,7 +56,7 @@ def _check_scores(
     config = run.trained.config
     repeated = inspect.draw_repeated_rows(min(64, config.context), config.vocabulary).to(run.device)
     patterns = reference.compute_patterns(weights, repeated, heads)
-    # The mean attention of each head to the token before.
+    # The mean attention of each head to the previous token, one tensor (heads,) per layer.
     expected = [pattern.diagonal(-1, 2, 3).mean((0, 2)) for pattern in patterns]
     rows = [row for row in rows if row["kind"] == "previous"]
     name = "the head for the token before"

@@ -1,4 +1,4 @@
-"""Checks of `links`: columns and wire bytes against formulas, and sums against float64."""
+"""Checks of the stage `links`: its columns and bytes by formulas, and its sums in float64."""
 
 from __future__ import annotations
 

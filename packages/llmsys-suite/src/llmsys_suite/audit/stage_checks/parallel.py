@@ -158,8 +158,8 @@ def _check_times(config: RunConfig, row: results.Row, layout: Layout) -> Iterato
         f"{name}: time", 1, select_clock_ratio(a / b for a, b in pairs), tolerances.CLOCK
     )
     median_ms = 1e3 * float(np.median(row["seconds"]))
-    numpys = Sources("reported", "numpy's, of all iterations")
-    yield numpys.check_equal(f"{name}: median iteration", median_ms, row["iteration_ms"], 1e-9)
+    medians = Sources("reported", "numpy's, of all iterations")
+    yield medians.check_equal(f"{name}: median iteration", median_ms, row["iteration_ms"], 1e-9)
     stage = Sources("reported", "the stage")
     yield stage.check_equal(f"{name}: iterations", parallel.ITERATIONS, len(row["seconds"]))
 

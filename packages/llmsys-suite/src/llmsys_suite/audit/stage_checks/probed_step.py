@@ -78,9 +78,9 @@ def check_probed_step(run: Run, result: results.Learn, step: int) -> Iterator[Ch
         change = tolerances.compute_weight_tolerance(config, tolerances.WEIGHT_CHANGE) * (
             1 + floor / optimizer.m[name].norm()
         )
-        room = change * moved.norm() + ROUNDING * weights[name].norm()
+        allowed_distance = change * moved.norm() + ROUNDING * weights[name].norm()
         distance = (after["weight"][name].to(run.device).double() - w).norm()
-        fractions.append((float(distance / room), f"{where} {name}"))
+        fractions.append((float(distance / allowed_distance), f"{where} {name}"))
     rounding = Sources("distance over the allowed distance", "float64")
     yield rounding.check_distances("weights after a random step", fractions, 1.0)
 

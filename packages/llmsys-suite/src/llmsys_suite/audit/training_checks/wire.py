@@ -99,7 +99,7 @@ def _compute_expected_bytes(record: Record, variant: str) -> tuple[float, float]
         # backward pass. Gradients are received once.
         return 2 * once, 3 * once
     if variant == "torch FSDP2":
-        # The blocks' parameters are also received in the backward pass, and gloo may all-reduce
-        # gradients.
+        # The blocks' parameters are also received in the backward pass. Gradients are received
+        # once, or twice if gloo implements their reduce-scatter as an all-reduce.
         return 2 * once + blocks, 3 * once + blocks
     return 2 * once, 2 * once
