@@ -29,7 +29,7 @@ run: sync  ## Plan, train, inspect, compress and audit a small model; ARGS="--st
 test: sync  ## Run every test except those of the next two targets
 	$(UV) run pytest -n 3 --dist loadfile --no-loadscope-reorder -m "$(USUAL)" $(ARGS)
 
-test-timing: sync  ## Run the tests that assert ratios of times, on an idle machine
+test-timing: sync  ## Run the tests that assert times and ratios of times, on an idle machine
 	$(UV) run pytest -m "timing and not exhaustive" $(ARGS)
 
 test-exhaustive: sync  ## Run the tests of every combination and seed, which take many minutes

@@ -48,13 +48,13 @@ def write_page_text() -> str:
         "# Guarantees",
         "",
         "This page lists what each package guarantees, grouped by question. Each claim names its "
-        "tests, which are in `packages/NAME/tests`. Tests with the marks `gpu`, `timing` and "
-        "`exhaustive` are run only by `make test-gpu`, `make test-timing` and "
-        "`make test-exhaustive`.",
+        "tests, which are in `packages/NAME/tests`. Tests with the marks `timing` and `exhaustive` "
+        "are run only by `make test-timing` and `make test-exhaustive`. Tests with the mark `gpu` "
+        "need CUDA.",
         "",
         "The test of a measured time may allow a margin of up to 15 % beyond the figure of its "
-        "claim, because processors differ (`tests/figures.py`). Without the public data sets "
-        "(the variable `SCALING_DATA`) or optional programs that they need, tests are skipped.",
+        "claim, because processors differ (`tests/figures.py`). Tests that need public data sets "
+        "(in the folder `SCALING_DATA`) or optional programs are skipped if these are missing.",
         "",
         " · ".join(f"[{package}](#{package})" for package in PACKAGES),
     ]

@@ -41,7 +41,7 @@ COUNTED = (
 NO_ARTICLE = "longer|more|less|fewer|later|better|worse|larger|smaller"
 COMPARISON = "that|as|more|less|faster|slower|larger|smaller"
 
-#: Each idiom and what to write instead; the table of words in docs/contributing.md explains them.
+#: Each idiom and what to write instead; a table of docs/contributing.md explains most of them.
 IDIOMS = (
     (rf"\b(?:{UNITS}) an? (?:{COUNTED})\b", "per"),
     (rf"(?<!there )\b(?:is|are|was|were) no (?!{NO_ARTICLE})", "is not a"),

@@ -191,7 +191,7 @@ ANSWERS = [
     ),
     Answer(
         "a1.5c",
-        "the same, blocks only",
+        "parameters of its blocks only",
         "parameters(LARGE).total - parameters(LARGE)['embedding'].total",
         51_539_607_552,
         "parameters",
@@ -199,7 +199,7 @@ ANSWERS = [
     ),
     Answer(
         "a1.5d",
-        "bytes of the first in bf16",
+        "bytes of the model with one embedding in bf16",
         "2 * parameters(LARGE).total",
         104_152_956_928,
         "B",
@@ -654,7 +654,7 @@ ANSWERS = [
     ),
     Answer(
         "f.h1c",
-        "its price",
+        "price of a petaflop/s-day",
         "fermi.training_usd(fermi.PETAFLOP_DAY)",
         18.18182,
         "USD",
@@ -663,7 +663,7 @@ ANSWERS = [
     ),
     Answer(
         "f.h2",
-        "GPT-3 (3640 PF-days) on H200s",
+        "price of the training of GPT-3 (3640 PF-days) on H200s",
         "fermi.training_usd(3640 * fermi.PETAFLOP_DAY)",
         66181.81818181818,
         "USD",
@@ -672,7 +672,7 @@ ANSWERS = [
     ),
     Answer(
         "f.h3",
-        "1e30 FLOP on H200s",
+        "price of 1e30 FLOP on H200s",
         "fermi.training_usd(1e30)",
         210437710437.71045,
         "USD",
@@ -681,7 +681,7 @@ ANSWERS = [
     ),
     Answer(
         "f.h4",
-        "1e30 FLOP on 30 million H200s",
+        "time of 1e30 FLOP on 30 million H200s",
         "fermi.gpu_hours(1e30) / 30_000_000",
         4676.393565282454,
         "h",
@@ -778,7 +778,7 @@ ANSWERS = [
     ),
     Answer(
         "f.l2",
-        "the same in burgers",
+        "burgers that cause the emissions of GPT-3's training",
         "1000 * fermi.GPT3_TONNES_CO2 / (fermi.BURGER_KG * fermi.BEEF_KG_CO2_PER_KG)",
         97699.115,
         "burgers",

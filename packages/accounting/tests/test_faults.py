@@ -133,6 +133,8 @@ def test_unknown_options_list_known_ones() -> None:
         flops(MODEL, seq=0)
     with pytest.raises(ValueError, match="expected exactly one of hardware and peak_flops"):
         mfu(MODEL, tokens_per_second=1, seq=1)
+    with pytest.raises(ValueError, match=r"utilization <= 1, got .* of devices=2; pass the number"):
+        mfu(MODEL, tokens_per_second=1e9, seq=1, devices=2, peak_flops=1e3)
     links = {"flops_per_second": 4.6e14, "axis_bytes_per_second": 1.8e11}
     with pytest.raises(ValueError, match=r"expected tensor < .*, got 64; no batch is"):
         compute_bound_batch(fsdp=1, tensor=64, d_ff=1024, **links)
@@ -187,6 +189,9 @@ def test_invalid_model_config_is_refused(tmp_path: Path) -> None:
         Transformer.from_hf({"model_type": "bret"})
     with pytest.raises(ValueError, match=r"expected hidden_act to be one of .*, got 'mish'"):
         Transformer.from_hf(LLAMA | {"hidden_act": "mish"})
+    with pytest.raises(ValueError, match=r"expected one size for all layers of llama, got per_lay"):
+        Transformer.from_hf(LLAMA | {"per_layer_config": {"1": {"intermediate_size": 64}}})
+    assert Transformer.from_hf(LLAMA | {"per_layer_config": {}}) == Transformer.from_hf(LLAMA)
     (tmp_path / "config.json").write_text("not json")
     with pytest.raises(ValueError, match="is not JSON"):
         Transformer.from_hf(tmp_path)

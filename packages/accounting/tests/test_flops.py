@@ -273,3 +273,15 @@ def test_utilization_of_published_runs() -> None:
     executed = flops(palm, seq=2048, attention="full", recompute="full").total / 2048
     second = compute_utilization(executed * 238.3e3 / 6144, hardware="TPU v4")
     assert second == pytest.approx(0.578, abs=0.04)
+
+
+def test_only_masked_pairs_raise_utilization_above_one() -> None:
+    model = Transformer(layers=1, d_model=8, heads=1, vocab_size=0, d_ff=8)
+    causal, full = (flops(model, seq=4096, attention=a).total for a in ("causal", "full"))
+    run = {"seq": 4096, "peak_flops": 1.0, "tokens_per_second": 0.999 * 4096 / causal}
+    assert mfu(model, **run) == pytest.approx(0.999)
+    assert mfu(model, attention="full", **run) == pytest.approx(0.999 * full / causal)
+    run["tokens_per_second"] *= 1.002
+    for attention in ("causal", "full"):
+        with pytest.raises(ValueError, match=r"expected a utilization <= 1, got 1\.001 "):
+            mfu(model, attention=attention, **run)

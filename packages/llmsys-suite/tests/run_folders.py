@@ -1,6 +1,6 @@
 """Run folders that tests fill themselves."""
 
-from llmsys_suite.folder import RunFolder, claim_folder
+from llmsys_suite import RunFolder, claim_folder
 
 
 def create_folder(config, environment):

@@ -152,15 +152,16 @@ def test_other_workers_continue_and_end_without_a_hanging_worker(
 
 
 class SlowToLoad:
-    """An argument that takes 5 s to load once `folder` contains the file `stopped`."""
+    """An argument that takes `seconds` to load once `folder` contains the file `stopped`."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, seconds):
         self.folder = folder
+        self.seconds = seconds
 
     def __setstate__(self, state):
         self.__dict__.update(state)
         if (self.folder / "stopped").exists():
-            time.sleep(5.0)
+            time.sleep(self.seconds)
 
 
 def stop_once(worker, folder, slow):
@@ -172,23 +173,33 @@ def stop_once(worker, folder, slow):
     return len(train(worker, 5 - worker.position))
 
 
-def test_hanging_worker_is_restarted(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("seconds", "period", "values"),
+    [
+        (6.0, 5.0, [5, 3]),  # a restarted process may take longer than one period to join
+        (600.0, 1.0, [5, None]),  # it is killed after two periods
+    ],
+)
+def test_hanging_worker_is_restarted(seconds, period, values, tmp_path, monkeypatch):
     pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
-    # It is killed 1 s after its loss. The restarted process may take longer to join.
-    monkeypatch.setattr(supervise, "GRACE_SECONDS", -2.0)
+    monkeypatch.setattr(supervise, "GRACE_SECONDS", period - 3.0)
     result = run(
         stop_once,
         build_model(),
         SGD,
         Asynchronous(),
-        args=(tmp_path, SlowToLoad(tmp_path)),
+        args=(tmp_path, SlowToLoad(tmp_path, seconds)),
         workers=2,
         transport="zeromq",
         timeout=3.0,
+        allow_missing=True,
         restarts=1,
     )
-    assert result.values == [5, 3]
-    assert result.versions == [10]
+    assert result.values == values
+    if values[1] is None:
+        assert "did not join within 2 s of its restart" in result.lost[1]
+    else:
+        assert result.versions == [10]
 
 
 def train_and_note(worker, steps, folder, workers):

@@ -282,6 +282,19 @@ def test_unknown_state_is_refused_with_its_readings():
         assert len(load_runs(table, where={"status": word})) == 8
 
 
+@pytest.mark.parametrize(("good", "bad"), [(0, 1), ("1", "0"), (True, False), ("yes", "no")])
+def test_state_of_flags_is_refused_unless_all_rows_are_equal(good, bad):
+    table = {"N": N, "D": D, "loss": LOSS, "run_status": [bad if b else good for b in BAD]}
+    message = "'run_status' says only .*, which may each mean finished or failed: .*where=.*ignore="
+    with pytest.raises(ValueError, match=message):
+        load_runs(table)
+    assert len(load_runs(table, ignore="run_status")) == len(N)
+    assert len(load_runs(table, where={"run_status": good})) == 64
+    assert len(load_runs(table | {"run_status": [good] * len(N)})) == len(N)
+    seeds = {"random_state": table.pop("run_status")}
+    assert len(load_runs(table | seeds)) == len(N)
+
+
 @pytest.mark.parametrize("cells", [["train", "test"], ["CA", "NY"], [0.1, 0.2], [None, None]])
 def test_column_of_other_values_is_not_read_as_states(cells):
     table = {"N": N, "D": D, "loss": LOSS, "state": cells * 36, "failed_at": cells * 36}

@@ -439,6 +439,7 @@ def test_run_that_stopped_before_its_planned_epochs_is_left_out():
     [
         *(("outlier", True, False), ("exclude", "yes", ""), ("discard", 1, 0)),
         *(("excluded_from_fit", True, False), ("keep", False, True), ("use_in_fit", "no", "yes")),
+        *(("bad", 1, 0), ("ok", "no", "yes"), ("use", 0, 1)),
     ],
 )
 def test_marked_rows_are_refused_with_both_readings(column, mark, unmarked):
@@ -649,6 +650,13 @@ def test_decimal_commas_are_refused_unless_semicolons_separate_the_cells(tmp_pat
     runs = load_runs(path)
     assert (runs.parameters[0], runs.tokens[0], runs.loss[0]) == (1.5e8, 2.5e9, 2.859)
     assert "a comma in a number starts its decimals" in runs.explanation
+    # Points in names, versions and dates do not matter, but points in numbers do.
+    for note in ("gpt-1.3b", "31.12.2025", "1.1.25 14:30"):
+        path.write_text(f"N;D;loss;note\n1,5e8;2,5B;2,859;{note}\n2e8;4e9;2,7;\n")
+        assert load_runs(path).loss.tolist() == [2.859, 2.7]
+    path.write_text("N;D;loss;dropout\n1,5e8;2,5B;2,859;0.1\n2e8;4e9;2,7;0\n")
+    with pytest.raises(ValueError, match="decimals start with"):
+        load_runs(path)
     path.write_text("N;D;loss\n49,893,420;2,000,000,000;3\n82,260,344;4,000,000,000;2\n")
     assert load_runs(path).parameters[0] == 49_893_420
 
@@ -847,6 +855,30 @@ def test_sweep_is_read_as_its_best_setting_with_all_seeds():
         runs = load_runs(mixed)
     assert sorted(runs.loss[runs.tokens < 4e9]) == [3.0] * 2 + [3.01] * 2
     assert sorted(runs.loss[runs.tokens > 4e9]) == [3.1] * 2 + [3.11] * 2
+    # The run with this seed and fewer tokens finished, so the diverged run was the longer one.
+    tiny = [r | {"D": r["D"] * (0.05 if r["loss"] != r["loss"] else 1)} for r in diverged]
+    ended = [row if row["D"] == 2e9 else end for row, end in zip(rows, tiny, strict=True)]
+    with (
+        pytest.warns(ScalingWarning, match="left out"),
+        pytest.warns(ScalingWarning, match="if possible without a loss of nan, is"),
+    ):
+        runs = load_runs(ended)
+    assert sorted(runs.loss[runs.tokens < 4e9]) == [3.0] * 2 + [3.01] * 2
+    assert sorted(runs.loss[runs.tokens > 4e9]) == [3.1] * 2 + [3.11] * 2
+    # Without repetitions, all remaining runs of a diverged setting finished.
+    single = [{k: v for k, v in row.items() if k != "seed"} for row in ended if row["seed"]]
+    with (
+        pytest.warns(ScalingWarning, match="left out"),
+        pytest.warns(ScalingWarning, match="other settings"),
+    ):
+        assert sorted(load_runs(single).loss) == [3.01] * 2 + [3.11] * 2
+    # Without seeds, each repetition may be the diverged run.
+    unnamed = [{k: v for k, v in row.items() if k != "seed"} for row in ended]
+    with (
+        pytest.warns(ScalingWarning, match="left out"),
+        pytest.warns(ScalingWarning, match="if possible without a loss of nan, is"),
+    ):
+        assert sorted(load_runs(unnamed).loss) == [3.1] * 4 + [3.11] * 4
     only = [row for row in diverged if row["config.lr"] == 2 or row["N"] > 1e8]
     with (
         pytest.warns(ScalingWarning, match="left out"),
@@ -971,6 +1003,28 @@ def test_repetitions_and_rows_that_are_not_searched_are_explained():
     assert choice in load_runs(rows).explanation
     many = load_runs({"N": [1e8] * 5001, "D": [2e9] * 5001, "loss": np.linspace(2, 3, 5001)})
     assert "only 5000 rows are searched for unknown settings" in many.explanation
+
+
+@pytest.mark.parametrize("known", [{}, {"lr": [1e-3, 2e-3]}])
+def test_unknown_setting_of_joined_exports_is_found_in_a_large_table(known):
+    # The rows of the second recipe are far from those of the first with the same N and D.
+    n, d = (axis.ravel() for axis in np.meshgrid(np.geomspace(1e7, 1e10, 60), [1e10, 2e10, 4e10]))
+    rows = [
+        {"N": n[i], "D": d[i], "loss": 3 + i / 1e3, "recipe_v": recipe, "lr": lr}
+        for recipe in (1, 2)
+        for lr in known.get("lr", [1e-3])
+        for i in range(len(n))
+    ]
+    unrelated = [
+        {"N": n, "D": d, "loss": 2.0, "recipe_v": 1, "lr": 1e-3}
+        for n in np.geomspace(2e10, 2e12, 80)
+        for d in np.geomspace(1e11, 1e15, 75)
+    ]
+    middle = len(rows) // 2
+    joined = rows[:middle] + unrelated + rows[middle:]
+    units = {"parameters": 1, "tokens": 1}
+    with pytest.raises(ValueError, match=r"columns \['recipe_v'\] differ between runs of one size"):
+        load_runs(joined, units=units, history=False)
 
 
 def test_settings_that_are_written_differently_are_one_setting():
@@ -1101,7 +1155,9 @@ def test_tokens_are_steps_times_the_batch_in_tokens(factors):
 def test_batch_of_unknown_extent_is_refused_until_the_product_is_named(batch):
     table = SIZES | {"steps": STEPS, batch: [512] * 3, "seq_len": [2048] * 3}
     product = f"steps * {batch} * seq_len"
-    with pytest.raises(ValueError, match=f"'{batch}' may be the batch of one device"):
+    devices = "" if batch == "batch_size" else r" \* accumulation_steps \* devices"
+    remedy = f"'{batch}' may be the batch of one device.*{batch} \\* seq_len{devices}'"
+    with pytest.raises(ValueError, match=remedy):
         load_runs(table)
     assert load_runs(table, columns={"tokens": product}).tokens[0] == 1000 * 2**20
     with pytest.raises(ValueError, match="there are no columns"):

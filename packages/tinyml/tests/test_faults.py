@@ -4,7 +4,9 @@ Refusals of a single function are tested in the file of that function.
 """
 
 import functools
+import re
 
+import numpy as np
 import pytest
 import torch
 from tinyml import (
@@ -30,6 +32,7 @@ from tinyml import (
 )
 from tinyml.quantization.fastest_linear import FastestLinear
 from torch import nn
+from torch.nn.utils import prune as torch_prune
 
 COMPRESS = {
     "prune": lambda model: prune(model, 0.5),
@@ -254,11 +257,12 @@ def test_invalid_group_sizes_are_refused(options, message):
             compress(model, **options)
 
 
-@pytest.mark.parametrize("bits", [0, 17, -3, 2.5, True])
+@pytest.mark.parametrize("bits", [0, 17, -3, 2.5, True, np.int64(4)])
 def test_bits_out_of_range_are_refused_with_the_value(bits):
     model = nn.Sequential(nn.Linear(4, 4))
+    message = rf"expected an int from .*got {re.escape(repr(bits))}$"
     for compress in (kmeans_quantize, quantize):
-        with pytest.raises(ValueError, match=rf"got {bits}$"):
+        with pytest.raises(ValueError, match=message):
             compress(model, bits)
 
 
@@ -357,3 +361,21 @@ WITH_INPUTS = {
 def test_sparse_tensors_are_refused_with_the_reason(make, function):
     with pytest.raises(ValueError, match="without sparse tensors, got a tensor of layout"):
         make(function)
+
+
+@pytest.mark.parametrize("name", ["prune", "kmeans_quantize", "quantize", "prune channels"])
+def test_weights_that_a_hook_computes_are_refused(name):
+    model = build_convnet()
+    torch_prune.l1_unstructured(model[3], "weight", 0.5)
+    with pytest.raises(ValueError, match=r"got a computed tensor 'weight' in 3; call .*remove"):
+        FINITE_ONLY[name](model)
+    torch_prune.remove(model[3], "weight")
+    assert FINITE_ONLY[name](model) is not None
+
+
+@pytest.mark.parametrize("scope", ["group", "global"])
+def test_a_fraction_may_be_a_tensor(scope):
+    model, half = build_convnet(), torch.tensor(0.5)
+    assert torch.equal(prune(model, half).masks["3.weight"], prune(model, 0.5).masks["3.weight"])
+    pruned = prune_channels(model, half, IMAGES, scope=scope)
+    assert pruned[0].weight.shape == prune_channels(model, 0.5, IMAGES, scope=scope)[0].weight.shape

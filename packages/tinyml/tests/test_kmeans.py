@@ -114,7 +114,7 @@ def test_layers_that_share_a_weight_share_its_palette():
 
 def test_the_zero_row_of_padding_stays_zero(tmp_path):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(40, 16, padding_idx=3))
+    model = nn.Sequential(nn.Embedding(40, 16, padding_idx=3, sparse=True))
     tokens = torch.tensor([3, 5])
     quantized = kmeans_quantize(model, 2)
     optimizer = torch.optim.SGD(quantized.parameters(), 1.0)

@@ -63,3 +63,22 @@ def test_a_summand_of_a_small_scale_is_exported(tmp_path):
             return x + 1e-5 * super().forward(x)
 
     to_onnx(IntegerModel(Scaled(nn.Conv2d(2, 2, 1)), [torch.randn(9, 2, 4, 4)]), tmp_path / "net")
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"), [(nn.Linear(80_000, 2), (80_000,)), (nn.Conv2d(800, 2, 10), (800, 10, 10))]
+)
+def test_sums_above_int32_are_limited(tmp_path, layer, shape):
+    pytest.importorskip("onnx", reason="onnx is not installed")
+    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([1.0, -1.0]).view(2, *[1] * len(shape)))
+    images = torch.linspace(0, 1, 9).view(9, *[1] * len(shape)).expand(9, *shape).contiguous()
+    model = IntegerModel(nn.Sequential(layer), [images])
+    to_onnx(model, tmp_path / "net.onnx")
+    codes = model.quantize(images)
+    ours = model.integers(codes).numpy().astype(int)
+    assert (ours[-1] == ours[-2]).all()  # both sums are above the limit
+    session = runtime.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    theirs = session.run(None, {"input": codes.numpy()})[0].astype(int)
+    assert np.abs(ours - theirs).max() <= 1

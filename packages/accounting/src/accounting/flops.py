@@ -143,10 +143,21 @@ def mfu(
     attention and reports one value with and one without attention (Chowdhery et al. 2022, appendix
     B). For the hardware FLOPs utilization, call `compute_utilization` with the FLOP/s per device
     that follow from `flops` with `recompute` and `flash`.
+
+    Raises `ValueError` if the utilization without masked pairs exceeds 1. Full attention counts
+    masked pairs too, so with `attention="full"` the result itself may exceed 1.
     """
     work = flops(model, seq=seq, attention=attention)
     useful = work.total if include_attention else work.total - count_attention_operations(work)
-    return compute_utilization(useful / seq * tokens_per_second / devices, **peak)
+    utilization = compute_utilization(useful / seq * tokens_per_second / devices, **peak)
+    executed = utilization * flops(model, seq=seq).total / work.total
+    if executed > 1:
+        raise ValueError(
+            f"expected a utilization <= 1, got {executed:.4g} for {tokens_per_second=} of"
+            f" {devices=}; pass the number of all devices that reach this rate, the peak of one"
+            " device in FLOP/s, and the dtype of the matrix products"
+        )
+    return utilization
 
 
 def count_attention_operations(work: Breakdown) -> int | float:

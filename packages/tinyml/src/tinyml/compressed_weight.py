@@ -102,6 +102,8 @@ def compress_layer(layer: nn.Module, compressed: CompressedWeight) -> None:
     compressed._is_registering = True
     parametrize.register_parametrization(layer, "weight", compressed, unsafe=True)
     compressed._is_registering = False
+    if isinstance(layer, nn.Embedding):
+        layer.sparse = False  # the trainable tensor has a dense gradient
 
 
 def get_compressed_weight(layer: nn.Module) -> CompressedWeight | None:

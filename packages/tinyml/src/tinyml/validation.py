@@ -30,9 +30,9 @@ def format_names(names: Iterable[str]) -> str:
 
 
 def check_bits(bits: float, what: str, least: int = 1) -> None:
-    """Raise `ValueError` unless `bits` is an integer from `least` to 8."""
+    """Raise `ValueError` unless `bits` is an int from `least` to 8."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 8:
-        raise ValueError(f"expected an integer from {least} to 8 as bits of {what}, got {bits!r}")
+        raise ValueError(f"expected an int from {least} to 8 as bits of {what}, got {bits!r}")
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

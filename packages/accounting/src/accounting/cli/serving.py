@@ -70,9 +70,10 @@ def estimate_serving(
     A prefill processes `batch` prompts of `seq` tokens, and a decode step adds one token to each.
     Matrix products run in the dtype of the weights if the device lists it, and otherwise in bf16,
     fp16, or the first dtype that it lists. Attention is assumed to run in 16 bits or more. Each
-    time has two bounds: `_low` is the roofline of all stages at the full peak and bandwidth, and
-    `_high` adds the widest known error of training steps. `tokens_per_second_low` follows from the
-    `_high` time of a decode step, and `tokens_per_second_high` from its `_low` time.
+    time has two bounds: `_low` is the roofline of all stages at the full peak and bandwidth, with
+    attention in the dtype of the matrix products, and `_high` adds the widest known error of
+    training steps. `tokens_per_second_low` follows from the `_high` time of a decode step, and
+    `tokens_per_second_high` from its `_low` time.
 
     Raises `ValueError` if the degrees do not divide the devices, the batch and the model, or if the
     model has no cache.

@@ -10,18 +10,27 @@ from accounting.model.config import Config
 from accounting.model.family_tables import merge_table
 from accounting.model.formulas import Table
 
+#: The families whose tables read `per_layer_config`, which overrides fields of single layers.
+_FAMILIES_WITH_LAYER_SIZES = ("gemma4_text",)
+
 
 def build_family_arguments(content: Mapping[str, Any], family: str) -> Table:
     """Return the keyword arguments of `Transformer` for a configuration of a known family.
 
     Raises `ValueError` if the family's table refuses the configuration, if the table does not list
-    the class in `architectures`, or if a field is missing or invalid.
+    the class in `architectures`, if a field is missing or invalid, or if the sizes of single layers
+    differ in a family other than Gemma 4.
     """
     table = merge_table(family)
     config = Config(content, family, table)
     for condition, message in table.get("refuse", ()):
         if config.evaluate(condition):
             raise ValueError(message.format_map(config))
+    if content.get("per_layer_config") and family not in _FAMILIES_WITH_LAYER_SIZES:
+        raise ValueError(
+            f"expected one size for all layers of {family}, got per_layer_config ="
+            f" {content['per_layer_config']!r}; fits(module, sample) traces a step of its module"
+        )
     return {"name": content.get("_name_or_path") or family} | config.build_arguments(
         table | _get_head_entries(table, content, family)
     )

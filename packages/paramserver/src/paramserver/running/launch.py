@@ -65,8 +65,9 @@ def run(
         allow_missing: True to continue training without a worker that is lost or silent. If the
             process of such a worker is still running `timeout` + 10 seconds later, it is killed.
         restarts: total number of restarts of processes that die; "zeromq" only. A restarted worker
-            calls `train` again, and `worker.position` is its position in the training data. A
-            restarted server continues from its journal.
+            calls `train` again, and `worker.position` is its position in the training data. It is
+            killed if it has not joined `2 * (timeout + 10)` seconds after its restart. A restarted
+            server continues from its journal.
         journal: folder of the servers' journals, possibly of an earlier run; "zeromq" only.
         fsync: True to sync each record of a journal to the disk before the server answers, so that
             the record survives a power failure.

@@ -34,6 +34,7 @@ class Processes:
         folder: folder that the processes remove if this process dies; None if there is none.
         grace_period: seconds after which a process that still runs is killed. The period starts
             when the first server reports it as lost, or when another process fails (see `collect`).
+            A restarted worker is killed if it has not joined two such periods after its restart.
     """
 
     def __init__(self, context: BaseContext, folder: str | None, grace_period: float) -> None:
@@ -47,9 +48,9 @@ class Processes:
         self._all: list[BaseProcess] = []
         #: Time and reason of each loss that the first server has reported, by process.
         self._lost: dict[str, tuple[float, str]] = {}
-        #: The restarted workers that have not joined yet. The first server may still report the
-        #: loss of the process before the restart.
-        self._restarting: set[str] = set()
+        #: Time of the restart of each worker that has not joined since. The first server may still
+        #: report the loss of the process before the restart.
+        self._restarting: dict[str, float] = {}
         #: Reason for killing each process that was killed.
         self._killed: dict[str, str] = {}
 
@@ -85,7 +86,8 @@ class Processes:
         """Start a process again after it has ended."""
         self._lost.pop(name, None)
         self._killed.pop(name, None)
-        self._restarting.add(name)
+        if name.startswith("worker"):
+            self._restarting[name] = time.monotonic()
         self.start(name, *self._calls[name])
 
     def kill(self, name: str, reason: str) -> None:
@@ -96,7 +98,8 @@ class Processes:
     def iter_outcomes(self, seconds: float | None) -> Iterator[Outcome]:
         """Wait at most `seconds` for a message, and yield the outcomes of processes that ended.
 
-        Then kill the workers that were reported as lost more than `grace_period` seconds ago.
+        Then kill the workers that were reported as lost more than `grace_period` seconds ago, and
+        those that have not joined `2 * grace_period` seconds after their restart.
         """
         by_pipe = {pipe: name for name, (_, pipe) in self.running.items()}
         for pipe in wait(list(by_pipe), seconds):
@@ -111,11 +114,12 @@ class Processes:
                 received = Outcome(name, error=error, exit_code=process.exitcode)
             if isinstance(received, Outcome):
                 del self.running[name]
+                self._restarting.pop(name, None)
                 pipe.close()
                 yield received
                 continue
             if received is None:  # the worker has joined
-                self._restarting.discard(name)
+                self._restarting.pop(name, None)
                 continue
             now = time.monotonic()
             lost = {f"worker {w}": (now, reason) for w, reason in received.items()}
@@ -127,6 +131,11 @@ class Processes:
         for name, (since, reason) in self._lost.items():
             if name in self.running and time.monotonic() - since > self.grace_period:
                 self.kill(name, reason)
+        for name, restarted in self._restarting.items():
+            # A worker that joins for the first time has about as long until it is killed.
+            if time.monotonic() - restarted > 2 * self.grace_period:
+                limit = f"{2 * self.grace_period:g} s"
+                self.kill(name, f"{name} is lost: it did not join within {limit} of its restart")
 
 
 def _run_process(

@@ -39,10 +39,15 @@ def find_token_factors(present: Sequence[str], named: Mapping[str, str]) -> list
     products = [p for p in PRODUCTS if all(by_kind[kind] for kind in p)]
     if not products and by_kind["steps"] and by_kind["batch"]:
         factors = [by_kind[kind][0] for kind in ("steps", "batch", "length") if by_kind[kind]]
+        batch = by_kind["batch"][0]
+        condition = "if it is that of a step, pass"
+        if {*split_words(batch)} & {"device", "micro", "local"}:
+            factors += ["accumulation_steps", "devices"]
+            condition = "if it is that of one device, add columns of these names, and pass"
         raise ValueError(
-            f"column {by_kind['batch'][0]!r} may be the batch of one device or of a whole step, in"
-            " sequences or in tokens: if it is that of a step, pass columns={'tokens':"
-            f" {TIMES.join(factors)!r}}}, for example; otherwise add a column of tokens"
+            f"column {batch!r} may be the batch of one device or of a whole step, in sequences or"
+            f" in tokens: {condition} columns={{'tokens': {TIMES.join(factors)!r}}}, for example;"
+            " otherwise add a column of tokens"
         )
     if not products:
         return []

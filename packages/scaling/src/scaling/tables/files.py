@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from scaling.tables.cells import NUMBER
 from scaling.tables.reshape import flatten_cells, from_records
 from scaling.tables.table import Table, as_object_cells, require_unique_names
 
 #: Recognized delimiters of a CSV file. The most frequent one in the header is used.
 DELIMITERS = "\t;|,"
+
+#: A date with points, such as 31.12.2025, which is not a number.
+DATE = re.compile(r"\d{1,2}\.\d{1,2}\.\d{2,4}")
 
 #: The cells of all rows in order, the number of cells and the first line of each row, and the
 #: number of comments.
@@ -141,10 +145,14 @@ def _read_quoted(lines: list[str], delimiter: str) -> CsvCells:
 def _has_decimal_commas(cells: Sequence[str]) -> bool:
     """Return True if some numbers have a comma, but none has a point or several commas.
 
-    Spreadsheets that use decimal commas separate cells by semicolons.
+    Spreadsheets that use decimal commas separate cells by semicolons. Points in names, such as
+    gpt-1.3b, and in dates, such as 31.12.2025, do not matter.
     """
     has_comma = any(re.search(r"\d,\d", cell) for cell in cells)
-    return has_comma and not any(re.search(r"\d\.\d|,\d+,", cell) for cell in cells)
+    return has_comma and not any(
+        re.search(r"\d\.\d|,\d+,", cell) and NUMBER.fullmatch(cell) and not DATE.fullmatch(cell)
+        for cell in map(str.strip, cells)
+    )
 
 
 def _require_header(path: Path, names: list[str]) -> None:

@@ -116,11 +116,12 @@ def keep_best_settings(reading: Reading, started: Table) -> None:
     """
     names = list_setting_columns(reading)
     if not names:
-        _require_known_settings(reading, _encode_designs(reading, MAX_SEARCHED_ROWS), names)
+        searched = _choose_searched_rows(_bin_designs(reading))
+        _require_known_settings(reading, searched, _encode_designs(reading, searched), names)
         rows = np.arange(len(reading.table))
         _require_compared_methods(reading, rows, rows, names)
         return
-    design = _encode_designs(reading, len(reading.table))
+    design = _encode_designs(reading, np.arange(len(reading.table)))
     setting = encode_settings(reading.table, names)
     pairs, of_row = np.unique(np.stack([design, setting]), axis=1, return_inverse=True)
     of_row = of_row.reshape(-1)
@@ -138,7 +139,8 @@ def keep_best_settings(reading: Reading, started: Table) -> None:
             f" mean loss{condition} is read, and {len(design) - len(keep)} runs of other settings"
             " are left out"
         )
-    _require_known_settings(reading, of_row[:MAX_SEARCHED_ROWS], names)
+    searched = _choose_searched_rows([of_row])
+    _require_known_settings(reading, searched, of_row[searched], names)
     _require_compared_methods(reading, keep, design, names)
     reading.select(keep)
 
@@ -149,7 +151,7 @@ def _flag_diverged_settings(
     """Return True for each row whose design and setting equal those of a run with a loss of nan.
 
     If no remaining run has the design of such a run, the flagged rows are those of its size and
-    setting with at least its tokens.
+    setting with at least its tokens. Designs in which a run with its seed remains are not flagged.
     """
     is_nan = flag_diverged(started, reading.columns["loss"].name, ("nan",))
     if not is_nan.any():
@@ -165,17 +167,44 @@ def _flag_diverged_settings(
     if "parameters" not in parts or not len(early):
         return flags
     # A run that diverged at the tokens of no other run stopped early, so its planned tokens are
-    # unknown. Its setting counts as diverged in all designs of its size with at least its tokens.
+    # unknown. Its setting counts as diverged in all designs of its size with at least its tokens,
+    # but for those that a run with its seed finished.
     sizes = encode_settings(started, parts["parameters"], SAME_SIZE)
     tokens = np.ones(len(started))
     for name in parts["tokens" if "tokens" in parts else "compute"]:
         tokens = tokens * parse_numbers(started.columns[name])
-    groups = np.unique(np.stack([sizes, settings]), axis=1, return_inverse=True)[1].reshape(-1)
-    fewest_tokens = np.full(groups.max() + 1, np.inf)
     # Blank tokens are compatible with each design.
-    np.minimum.at(fewest_tokens, groups[early], np.nan_to_num(tokens[early], nan=0.0))
-    may_diverge = tokens * (1 + SAME_TOKENS) >= fewest_tokens[groups]
+    tokens[early] = np.nan_to_num(tokens[early], nan=0.0)
+    groups = np.unique(np.stack([sizes, settings]), axis=1, return_inverse=True)[1].reshape(-1)
+    seeds = _encode_seeds(started, codes, remains)
+    may_diverge = np.zeros(len(started), bool)
+    for group, seed in np.unique(np.stack([groups[early], seeds[early]]), axis=1).T:
+        stopped = early[(groups[early] == group) & (seeds[early] == seed)]
+        rows = np.flatnonzero((groups == group) & remains)
+        rows = rows[tokens[rows] * (1 + SAME_TOKENS) >= tokens[stopped].min()]
+        is_finished = np.isin(designs[rows], designs[rows[seeds[rows] == seed]])
+        may_diverge[rows[~is_finished]] = True
     return flags | may_diverge[remains]
+
+
+def _encode_seeds(
+    started: Table, codes: NDArray[np.intp], remains: NDArray[np.bool_]
+) -> NDArray[np.intp]:
+    """Return the index of the seed of each row; -1 for unknown seeds of rows that remain.
+
+    `codes` are the indices of designs and settings. If they differ between all rows that remain,
+    the runs are not repeated, so they have one seed.
+    """
+    names = [name for name in started.columns if _is_repetition(name)]
+    if any(not flag_blank_cells(started.columns[name]).all() for name in names):
+        return started.encode_columns(names)
+    is_repeated = np.bincount(codes[remains]).max() > 1
+    return np.where(remains & is_repeated, -1, 0)
+
+
+def _is_repetition(name: str) -> bool:
+    """Return True if repetitions of one setting may differ in a column of this name."""
+    return "".join(split_words(name)[-1:]) in WORDS["repetitions"]
 
 
 def _encode_methods(reading: Reading, name: str) -> NDArray[np.intp]:
@@ -267,12 +296,44 @@ def _require_compared_methods(
         )
 
 
-def _encode_designs(reading: Reading, num_rows: int) -> NDArray[np.intp]:
-    """Return the index of the design (size, tokens, compute) of each of the first rows."""
+def _bin_designs(reading: Reading) -> list[NDArray[np.intp]]:
+    """Return the bin of each row on the axes of a design; equal values have the same bin."""
+    return [
+        np.floor(np.log(reading.values[k]) / np.log1p(tolerance)).astype(np.intp)
+        for k, tolerance in DESIGN_TOLERANCES.items()
+        if k in reading.values
+    ]
+
+
+def _choose_searched_rows(keys: Sequence[NDArray[np.intp]]) -> NDArray[np.intp]:
+    """Return the rows that are searched for unknown settings, at most `MAX_SEARCHED_ROWS`.
+
+    Only runs that are repeated show a setting. They may be far apart, as in joined exports of two
+    experiments. Therefore, complete groups of rows with equal keys are chosen first, evenly over
+    the sorted groups. The first rows of the table fill the remainder.
+    """
+    num_rows = len(keys[0])
+    if num_rows <= MAX_SEARCHED_ROWS:
+        return np.arange(num_rows)
+    order = np.lexsort(keys)
+    is_start = np.any([np.diff(key[order], prepend=-1) != 0 for key in keys], axis=0)
+    groups = np.cumsum(is_start) - 1
+    is_repeated = np.bincount(groups) > 1
+    repeated = is_repeated[groups]
+    step = -(-np.count_nonzero(repeated) // MAX_SEARCHED_ROWS) or 1
+    chosen = order[repeated & ((np.cumsum(is_repeated) % step)[groups] == 0)]
+    # A large group is sampled at random: every n-th row might have one of two settings only.
+    chosen = np.random.default_rng(0).permutation(chosen)[:MAX_SEARCHED_ROWS]
+    first = np.setdiff1d(np.arange(MAX_SEARCHED_ROWS), chosen)
+    return np.sort(np.concatenate([chosen, first])[:MAX_SEARCHED_ROWS])
+
+
+def _encode_designs(reading: Reading, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Return the index of the design (size, tokens, compute) of each of some rows."""
     keys = []
     for k, tolerance in DESIGN_TOLERANCES.items():
         if k in reading.values:
-            keys.append(cluster(reading.values[k][:num_rows], tolerance, 1 + tolerance))
+            keys.append(cluster(reading.values[k][rows], tolerance, 1 + tolerance))
     codes: NDArray[np.intp] = np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
     return codes
 
@@ -299,28 +360,27 @@ def _list_possible_settings(reading: Reading) -> list[str]:
 
 
 def _require_known_settings(
-    reading: Reading, groups: NDArray[np.intp], known: Sequence[str]
+    reading: Reading, rows: NDArray[np.intp], groups: NDArray[np.intp], known: Sequence[str]
 ) -> None:
     """Raise `ValueError` if a column of few values varies in half of the groups of repeated runs.
 
     The column may be a setting under an unusual name, or the runs may be repetitions. `groups[i]`
-    is the group of row i: the runs with the same design and equal known settings. Rows after
-    `len(groups)` are not searched.
+    is the group of `rows[i]`: the runs with the same design and equal known settings. Other rows
+    are not searched.
     """
     if len(groups) < len(reading.table):
         reading.choices.append(f"only {len(groups)} rows are searched for unknown settings")
     is_repeated = np.bincount(groups) > 1
     if not is_repeated.any():
         return
-    num_repetitions = len(groups) - len(is_repeated)
+    num_repetitions = len(groups) - len(np.unique(groups))
     reading.choices.append(
         f"{num_repetitions} runs with the size, tokens and settings of others are repetitions"
     )
-    table = reading.table.select(np.arange(len(groups)))
+    table = reading.table.select(rows)
     unknown = []
     for name in _list_possible_settings(reading):
-        is_repetition = "".join(split_words(name)[-1:]) in WORDS["repetitions"]
-        if name in known or is_repetition:
+        if name in known or _is_repetition(name):
             continue
         codes = encode_settings(table, [name])
         num_values = np.bincount(np.unique(np.stack([groups, codes]), axis=1)[0])

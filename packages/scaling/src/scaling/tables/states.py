@@ -237,7 +237,7 @@ def _flag_finished(name: str, table: Table) -> NDArray[np.bool_] | None:
     if not words:
         return None
     ending = "".join(words[-2:])
-    is_state = re.search("(?:state|status)$", words[-1]) and ending != "exitstatus"
+    is_state = re.search("(?:state|status)$", words[-1]) and ending not in STATES["other"]
     is_code = re.search("(?:exit|return)(?:code|status)$", ending)
     is_flag = words[-1] in STATES["flags"]
     known = {*STATES["finished"], *STATES["unfinished"], *STATES["unclear"]}
@@ -283,10 +283,18 @@ def _normalize_cells(cells: list[Any], allowed: set[str] | None) -> list[str]:
 def _find_finished_states(name: str, texts: list[str], table: Table) -> set[str] | None:
     """Return the states of finished runs; raise `ValueError` for unknown states.
 
-    Return None if none of the cells is a known state.
+    Flags such as 0 and 1 are unknown states too, unless all rows have the same. Return None if none
+    of the cells is a known state or such a flag.
     """
     known = {*STATES["finished"], *STATES["unfinished"]}
     if not {*texts} & {*known, *STATES["unclear"]}:
+        if len(present := {*texts} - {""}) > 1 and present <= TRUE | FALSE:
+            first = table.get_cells(name)[texts.index(min(present))]
+            raise ValueError(
+                f"column {name!r} says only {list_some(sorted(present))}, which may each mean"
+                f" finished or failed: select the finished runs with where={{{name!r}: {first!r}}},"
+                f" for example, or read all rows with ignore=[{name!r}]"
+            )
         return None
     for text in {*texts} - known - {""}:
         row = table.rows[texts.index(text)]

@@ -83,6 +83,11 @@ class IntegerMatMul(nn.Module):
         self.register_buffer("multiplier", multiplier)
         self.register_buffer("shift", shift.to(torch.uint8))
 
+    @property
+    def has_int32_sums(self) -> bool:
+        """Return True if no sum of products and bias can exceed int32."""
+        return self.weight[0].numel() <= MAX_INT32_PRODUCTS
+
     def forward(self, codes: Tensor) -> Tensor:
         """Map int8 codes (n, channels, height, width) or (..., features) to int8 codes."""
         if self.geometry is None:
@@ -99,7 +104,7 @@ class IntegerMatMul(nn.Module):
         # float64 is exact for shifts of up to `MAX_SHIFT` bits.
         factor = self.multiplier.double() * torch.exp2(-self.shift.double())
         scaled = sums.double().add_(self.bias.double().view(shape))
-        if self.weight[0].numel() > MAX_INT32_PRODUCTS:
+        if not self.has_int32_sums:
             scaled.clamp_(-(2**31), 2**31 - 1)  # as in the C program
         scaled.mul_(factor.view(shape)).add_(0.5).floor_().add_(self.after.zero)
         return scaled.clamp_(-128, 127).to(torch.int8)

@@ -3,8 +3,7 @@
 In this form, a float operator between `DequantizeLinear` and `QuantizeLinear` represents an integer
 operator. The runtime rounds halves to even and computes with float32 scales. Therefore a code may
 differ by one if the exact result is close to the middle between two codes, and later layers read
-this code. Sums of more than 32,768 products are not limited to int32, as they are in the model. Use
-`to_c` for identical bits. `to_onnx` needs the onnx package.
+this code. Use `to_c` for identical bits. `to_onnx` needs the onnx package.
 """
 
 from __future__ import annotations
@@ -128,12 +127,16 @@ class _Writer:
         axis = 0
         if layer.geometry is None:
             weight, axis = weight.t().contiguous(), 1  # MatMul takes (in, out)
-        codes = self._add_constant(f"weight_{number}", weight.numpy())
-        scale = self._add_constant(f"weight_scale_{number}", weight_scale)
-        zero = self._add_constant(f"weight_zero_{number}", np.zeros(len(weight_scale), np.int8))
-        dense = self._add_node(
-            "DequantizeLinear", [codes, scale, zero], f"dense_{number}", axis=axis
-        )
+        if layer.geometry is None and not layer.has_int32_sums:
+            # onnxruntime multiplies codes by a kernel whose int32 sums overflow, but not floats.
+            dense = self._add_constant(f"dense_{number}", weight.float().numpy() * weight_scale)
+        else:
+            codes = self._add_constant(f"weight_{number}", weight.numpy())
+            scale = self._add_constant(f"weight_scale_{number}", weight_scale)
+            zero = self._add_constant(f"weight_zero_{number}", np.zeros(len(weight_scale), np.int8))
+            dense = self._add_node(
+                "DequantizeLinear", [codes, scale, zero], f"dense_{number}", axis=axis
+            )
         bias_scale = weight_scale * np.float32(before.scale)
         parts = [
             self._add_constant(f"bias_{number}", bias),
@@ -143,18 +146,31 @@ class _Writer:
         float_bias = self._add_node("DequantizeLinear", parts, f"bias_value_{number}", axis=0)
         if layer.geometry is None:
             product = self._add_node("MatMul", [*floats, dense], f"product_{number}")
-            return self._add_node("Add", [product, float_bias], f"value_{number}")
+            total = self._add_node("Add", [product, float_bias], f"total_{number}")
+            return self._limit_sums(layer, total, bias_scale, number)
         g = layer.geometry
-        return self._add_node(
+        total = self._add_node(
             "Conv",
             [*floats, dense, float_bias],
-            f"value_{number}",
+            f"total_{number}",
             kernel_shape=list(g.kernel),
             strides=list(g.stride),
             pads=[*g.padding, *g.padding],
             dilations=list(g.dilation),
             group=g.groups,
         )
+        return self._limit_sums(layer, total, bias_scale[:, None, None], number)
+
+    def _limit_sums(
+        self, layer: layers.IntegerMatMul, total: str, unit: np.ndarray[Any, Any], number: int
+    ) -> str:
+        """Limit sums, in multiples of `unit`, to int32 if they can exceed it, as the model does."""
+        if layer.has_int32_sums:
+            return total
+        low = self._add_constant(f"low_{number}", unit * np.float32(-(2**31)))
+        high = self._add_constant(f"high_{number}", unit * np.float32(2**31 - 1))
+        limited = self._add_node("Max", [total, low], f"limited_{number}")
+        return self._add_node("Min", [limited, high], f"value_{number}")
 
     def _add_params(self, params: QuantParams, label: object) -> list[str]:
         number = len(self.constants)

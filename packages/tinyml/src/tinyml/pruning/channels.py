@@ -77,7 +77,7 @@ def prune_channels(
         chosen = _find_normalized_groups(chosen, fractions)
     new_sizes: dict[Group, int] = {}
     for group in chosen:
-        fraction = max(fractions.get(name, default) for name in group.writers)
+        fraction = float(max(fractions.get(name, default) for name in group.writers))
         new_sizes[group] = max(1, group.size - round(fraction * group.size))
     if scope == "global":
         new_sizes = _compute_global_sizes(chosen, default)
@@ -135,7 +135,7 @@ def _compute_global_sizes(groups: Sequence[Group], sparsity: float) -> dict[Grou
         relative = group.scores.clamp(min=0).sqrt() / mean
         # Units that are always zero have the score -1 and come first.
         ranked += [(float(score), number) for score in relative.where(group.scores >= 0, -1.0)]
-    num_to_remove = round(sparsity * len(ranked))
+    num_to_remove = round(float(sparsity) * len(ranked))
     for _, number in sorted(ranked):
         if num_to_remove and sizes[groups[number]] > 1:
             sizes[groups[number]] -= 1

@@ -110,6 +110,7 @@ def mask_smallest(score: Tensor, sparsity: float) -> Tensor:
 
     Of equal scores, the first ones are masked. Raise `ValueError` unless 0 <= sparsity <= 1.
     """
+    sparsity = float(sparsity)  # tensors of one number have no `__round__`
     if not 0 <= sparsity <= 1:
         raise ValueError(f"expected 0 <= sparsity <= 1, got {sparsity}")
     order = score.flatten().argsort(stable=True)
