@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from faked_device import faked_device
@@ -144,6 +145,8 @@ def test_new_keys_are_written_in_place_after_the_old(interpreter):
 def test_autocast_casts_nothing_inside(options):
     q, k = torch.randn(2, 4, 2, 16), torch.randn(2, 2, 70, 16)
     exact = flash_attention_with_kvcache(q, k, k, cache_seqlens=60, **options)
+    from_numpy = flash_attention_with_kvcache(q, k, k, cache_seqlens=np.int64(60), **options)
+    assert torch.equal(exact, from_numpy)
     with torch.autocast("cpu", torch.bfloat16):
         under_autocast = flash_attention_with_kvcache(q, k, k, cache_seqlens=60, **options)
     assert torch.equal(exact, under_autocast)
@@ -415,6 +418,7 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         ({"cache_seqlens": 9}, ValueError, r"cache_seqlens must be from 0 to 8: .* got 9"),
         ({"cache_seqlens": -1}, ValueError, "from 0 to 8"),
         ({"cache_seqlens": 2**40}, ValueError, f"from 0 to 8: .* got {2**40}"),
+        ({"cache_seqlens": np.int64(9)}, ValueError, "from 0 to 8: .* got 9"),
         ({"cache_seqlens": 7, "k": CACHE[:, :, :2], "v": CACHE[:, :, :2]}, ValueError, "0 to 6"),
         (
             {"cache_seqlens": [1, 2]},

@@ -1,5 +1,7 @@
 """The first and second derivatives, compared with finite differences and with the reference."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -81,6 +83,23 @@ def test_third_derivative_is_an_error(backend, method):
         NotImplementedError, match="third derivatives are not supported; use attention_reference"
     ):
         torch.autograd.grad(second.sum(), q) if method == "grad" else second.sum().backward()
+
+
+def test_double_backward_inside_saved_tensors_hooks_is_an_error():
+    q = torch.randn(1, 2, 5, 3, dtype=torch.float64, requires_grad=True)
+
+    def compute_second(context):
+        with context:
+            (first,) = torch.autograd.grad(
+                flash_attention(q, q, q).square().sum(), q, create_graph=True
+            )
+            return torch.autograd.grad(first.square().sum(), q)
+
+    with pytest.raises(RuntimeError, match="leave the context before the double backward pass"):
+        compute_second(torch.autograd.graph.save_on_cpu())
+    compute_second(contextlib.nullcontext())  # The error leaves torch's state unchanged.
+    with torch.autograd.graph.save_on_cpu():
+        flash_attention(q, q, q).sum().backward()
 
 
 # torch's own forward mode still scripts a few of its rules.

@@ -601,6 +601,8 @@ def test_other_families_are_recorded_and_refused_with_the_unknown_property() -> 
         ValueError, match=r"'mpt' .*: blocks\.0\.gamma\.weight \(3, 2\) has no known"
     ):
         describe(model)
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module, got str; load the model"):
+        describe("gpt2")
 
 
 Arguments = dict[str, Tensor]

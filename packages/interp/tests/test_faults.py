@@ -247,6 +247,6 @@ def test_view_refuses_results_of_other_lengths(tmp_path: Path) -> None:
     lens = logit_lens([torch.ones(1, 4, 3)], None, torch.ones(5, 3))
     with pytest.raises(ValueError, match="expected lens for 2 tokens, got 4 positions"):
         view(path, tokens=["a", "b"], lens=lens)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist; create it"):
         view(tmp_path / "nowhere" / "page.html", tokens=["a"])
     assert not path.exists()

@@ -189,7 +189,7 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     path.write_text("before")
     with pytest.raises(UnicodeEncodeError):
-        view(path, tokens=["\ud800"])
+        view(path, tokens=["a"], title="\ud800")
     assert path.read_text() == "before"
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -213,3 +213,6 @@ def test_ids_are_shown_as_strings_in_every_form(tmp_path: Path) -> None:
     for tokens in (ids, ids[0], ids[0].tolist(), {"input_ids": ids}, ["b", "a", "c"]):
         assert expected in view(path, tokens=tokens, vocabulary=["a", "b", "c"]).read_text()
     assert '"tokens":["1","0","2"]' in view(path, tokens=[1, 0, 2]).read_text()
+    halves = ["\ud83d", "\\\ud83d", "\U0001f600"]  # Half of an emoji, as byte-level tokens have it.
+    data = json.loads(Page(view(path, tokens=halves).read_text(encoding="utf-8")).scripts[0])
+    assert data["tokens"] == halves

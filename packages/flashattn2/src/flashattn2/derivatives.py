@@ -15,7 +15,15 @@ from flashattn2.backends.tiled import Tiles, to_accumulation_dtype
 from flashattn2.reference import attend
 from flashattn2.spec import AttentionSpec
 
+#: torch.func raises its own error inside of these contexts, which does not name the remedy.
+_HOOKS_MESSAGE = (
+    "the double backward pass of attention is not supported inside of "
+    "torch.autograd.graph.saved_tensors_hooks and save_on_cpu; leave the context before the double "
+    "backward pass"
+)
 
+
+@torch.autograd.graph.disable_saved_tensors_hooks(_HOOKS_MESSAGE)
 def compute_double_backward(
     q: Tensor,
     grad_out: Tensor,
@@ -31,6 +39,8 @@ def compute_double_backward(
     """Return the gradients of q, dO, dL, k and v for the cotangents `t_q, t_k, t_v` of dQ, dK, dV.
 
     The arguments and results of the queries precede those of the keys: see `map_sequences`.
+
+    Raises RuntimeError inside of `saved_tensors_hooks` and `save_on_cpu`.
     """
     if grad_lse is None:
         grad_lse = to_accumulation_dtype(q.new_zeros(q.shape[:-1]))

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import numbers
 import operator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -267,10 +268,12 @@ def make_length_tensor(
     Raise an error for an int outside of the capacity, a tensor of another dtype, shape or device,
     and other types.  `check_values` checks the values of a tensor.
     """
-    if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
-        if not 0 <= cache_seqlens <= _compute_capacity(cache, table) - new:
-            raise ValueError(f"{_describe_length_rule(new, cache, table)}, got {cache_seqlens}")
-        return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    # NumPy's integers are not subclasses of int.
+    if isinstance(cache_seqlens, numbers.Integral) and not isinstance(cache_seqlens, bool):
+        length = int(cache_seqlens)
+        if not 0 <= length <= _compute_capacity(cache, table) - new:
+            raise ValueError(f"{_describe_length_rule(new, cache, table)}, got {length}")
+        return torch.full((batch,), length, dtype=torch.int32, device=q.device)
     # `check_int32` also raises an error for a bool.
     lengths: Tensor = cache_seqlens  # type: ignore[assignment]
     check_int32("cache_seqlens", lengths, (batch,), q)

@@ -61,8 +61,13 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     unchanged.
 
     Raises ValueError for an unsupported model, if no decoder reproduces the model's logits, and for
-    weights that are quantized or on the meta device.
+    weights that are quantized or on the meta device. Raises TypeError if `model` is not a module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"expected model to be a torch.nn.Module, got {type(model).__name__}; load the model "
+            "first, or pass the folder of its checkpoint to load_decoder"
+        )
     if isinstance(model, Decoder) and not settings:
         return model
     with _VERIFICATION:

@@ -51,6 +51,9 @@ def compute_rotary_angles(
     return tuple((1.0 / inverse).tolist())
 
 
+_METHODS = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
+
+
 def build_scaled_rotary(
     rope: Mapping[str, Any], dims: int, original_length: int, max_length: int
 ) -> Rotary:
@@ -61,6 +64,8 @@ def build_scaled_rotary(
     dynamic scaling and YaRN.
     """
     method = rope.get("rope_type") or rope.get("type") or "default"
+    if method not in (*_METHODS, "su"):  # "su" is an old name of "longrope".
+        raise ValueError(f"rope_type {method!r} is not one of {', '.join(_METHODS)}")
     angles = compute_rotary_angles(dims, rope["rope_theta"])
     if method == "default":
         return Rotary(angles)
@@ -85,14 +90,10 @@ def build_scaled_rotary(
     if method == "yarn":
         angles = _scale_as_yarn(angles, factor, original_length, rope)
         return Rotary(angles, _compute_yarn_scale(factor, rope))
-    if method in ("longrope", "su"):
-        angles = compute_rotary_angles(dims, rope["rope_theta"], rope["short_factor"])
-        long_angles = compute_rotary_angles(dims, rope["rope_theta"], rope["long_factor"])
-        scale = _compute_longrope_scale(factor, rope, original_length)
-        return Rotary(angles, scale, original_length, long_angles)
-    raise ValueError(
-        f"rope_type {method!r} is not one of default, dynamic, linear, llama3, longrope, yarn"
-    )
+    angles = compute_rotary_angles(dims, rope["rope_theta"], rope["short_factor"])
+    long_angles = compute_rotary_angles(dims, rope["rope_theta"], rope["long_factor"])
+    scale = _compute_longrope_scale(factor, rope, original_length)
+    return Rotary(angles, scale, original_length, long_angles)
 
 
 def _scale_as_llama3(angle: float, factor: float, length: int, rope: Mapping[str, Any]) -> float:

@@ -60,7 +60,7 @@ def view(
 
     Raises ValueError for results whose number of positions differs from the number of tokens, and
     for patterns that attend to padding or have weights below 0 or above 1. Raises TypeError for a
-    text without a tokenizer.
+    text without a tokenizer, and FileNotFoundError if the folder of `path` does not exist.
     """
     if isinstance(tokens, str) or tokenizer is not None:
         tokens = as_prompt(cast(Prompt | Texts, tokens), tokenizer)
@@ -93,6 +93,8 @@ def view(
         path.write_text(page, encoding="utf-8", newline="\n")
         return path
     target = path.resolve()  # A symbolic link is kept.
+    if not target.parent.exists():
+        raise FileNotFoundError(f"the folder {target.parent} does not exist; create it first")
     part = target.with_name(f"{target.name}.{os.getpid()}.part")  # An error leaves no partial page.
     try:
         part.write_text(page, encoding="utf-8", newline="\n")
@@ -206,10 +208,12 @@ def _require_length(label: str, positions: int, length: int) -> None:
 def _encode_json(data: object) -> str:
     """Return JSON that is safe inside a script element.
 
-    Floats are rounded to 6 significant digits; nan and infinities become null.
+    Floats are rounded to 6 significant digits; nan and infinities become null.  Half of a surrogate
+    pair, which UTF-8 cannot represent, is written as an escape sequence.
     """
     finite = _make_finite(data)
     text = json.dumps(finite, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
