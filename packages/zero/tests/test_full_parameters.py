@@ -600,7 +600,6 @@ class Storing(nn.Module):
 
     def forward(self, x):
         self.stored = (x * self.weight**2).sum()
-        self.stored_weight = self.weight.detach()
         return x + 1
 
 
@@ -611,10 +610,6 @@ def differentiate_stored_tensor():
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
             model[0].stored.backward()
-    # Some builds of torch cannot report reads of memory that was freed.
-    if hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg"):
-        with pytest.raises(RuntimeError, match="freed when its module has run: clone a weight"):
-            model[0].stored_weight.sum()
     # The error must not change the versions of the other graph.
     loss.backward()
     return True

@@ -985,6 +985,9 @@ def penalize_by_averages(stage):
         compute_loss(model, 0, rank).backward()
         for parameter in model.parameters():
             assert not parameter.grad.is_shared()
+            assert parameter.grad.data_ptr() == 0
+            copied = copy.deepcopy(parameter.grad)
+            assert copied.full_tensor().equal(parameter.grad.full_tensor())
             parameter.data = parameter.data - parameter.grad
         for use in (lambda: compute_loss(model, 1, rank), ours.step):
             with pytest.raises(RuntimeError, match=r"memory of an averaged gradient.*full_tensor"):

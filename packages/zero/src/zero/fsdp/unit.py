@@ -31,7 +31,7 @@ While the storage is empty, the versions of the full parameters are raised by `F
 pass that would read a freed parameter therefore raises autograd's error of an in-place change
 instead of accessing memory that does not exist. Such a backward pass starts from a tensor that a
 module has stored, for example in an attribute, instead of returning it: no hook gathers the unit
-for this tensor. Other reads of freed parameters raise `_FREED_ERROR`.
+for this tensor.
 """
 
 from __future__ import annotations
@@ -54,14 +54,6 @@ from zero.process_groups import Communicator
 
 #: Added to the versions of freed parameters; more than the number of steps of any program.
 FREED = 1 << 30
-
-#: torch's error for a read of freed parameters, for example of a weight that a forward hook stored.
-_FREED_ERROR = (
-    "expected the full parameters of an FSDP unit, which are freed when its module has run: clone "
-    "a weight in the forward pass to read it later, or use full_tensor() of the model's parameter"
-)
-#: Some builds of torch lack this function. Reads of freed parameters then access invalid memory.
-_clear_memory_error = getattr(torch._C, "_clear_storage_data_ptr_access_error_msg", None)
 
 
 class UnitState(Enum):
@@ -226,10 +218,7 @@ class Unit:
         # If launching the gather fails, the parameters are not valid.
         self.state = UnitState.SHARDED
         version = self.shard._version
-        storage = self.full.untyped_storage()
-        if _clear_memory_error is not None:
-            _clear_memory_error(storage._cdata)
-        storage.resize_(self._full_nbytes)
+        self.full.untyped_storage().resize_(self._full_nbytes)
         self._unshard_input = self.shard.to(self.full.dtype)
         self._unshard_work = self.communicator.all_gather(
             self.full, self._unshard_input, self.label
@@ -272,8 +261,6 @@ class Unit:
                     "first"
                 )
             storage.resize_(0)
-            if _clear_memory_error is not None:
-                torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, _FREED_ERROR)
             self.state = UnitState.SHARDED
             self._full_versions = {}
             self._mark_freed(True)

@@ -16,7 +16,6 @@ from zero.gradients.rules import REMEDY, UNSCALE, aten, is_elementwise, is_full_
 #: Elements `start` to `stop` of a flattened tensor, and their values.
 LocalRun = tuple[int, int, Tensor]
 
-
 #: After `p.data = p.data - p.grad`, a parameter has the memory of an averaged gradient, which does
 #: not exist. torch raises this error instead of reading it. Some builds of torch lack the function.
 _MEMORY_ERROR = (
@@ -124,6 +123,13 @@ class AveragedGradient(PartialGradient):
     def full_tensor(self) -> Tensor:
         """Return the whole average on every rank; every rank must call this method."""
         return gather_runs(self.fetch_local_runs(), self.shape, self.communicator)
+
+    def data_ptr(self) -> int:
+        """Return 0, as torch does for tensors without memory, instead of raising `_MEMORY_ERROR`.
+
+        `copy.deepcopy` and `torch.save` recognize such tensors by this value.
+        """
+        return 0
 
     def is_shared(self) -> bool:
         """Return False; torch's method does not catch the error of `_MEMORY_ERROR`."""
