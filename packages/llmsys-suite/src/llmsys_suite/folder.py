@@ -50,7 +50,10 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Return a run folder; raise UsageError as `require_whole` does, or if it is not one."""
+        """Return the run folder `path`.
+
+        Raises UsageError if it is not a run folder, and as `require_whole` does.
+        """
         if not (path / "summary.json").exists():
             raise UsageError(f"expected a run folder, got {path}, which has no summary.json")
         folder = cls(path)
@@ -174,7 +177,8 @@ def claim_folder(config: RunConfig) -> RunConfig:
     """Create the run folder for this run alone, and return `config` with its path.
 
     Without `config.out` the folder is `runs/DATE-TIME`, with a number appended if another run of
-    the same second has that name. Raises UsageError as `create_folder` does.
+    the same second has that name. Raises UsageError if the folder is not empty, is a file, or
+    cannot be written, or if all of these names are taken.
     """
     if config.out is not None:
         return _claim(config, config.out)

@@ -186,8 +186,9 @@ def _explain_uncopied_tensor(model: nn.Module, error: RuntimeError) -> None:
             if isinstance(value, Tensor) and not value.is_leaf:
                 raise ValueError(
                     f"expected a model that can be copied, got a computed tensor {key!r} in "
-                    f"{name or 'the root'}; call torch.nn.utils.prune.remove or remove_weight_norm "
-                    "if their hooks compute it, and delete it otherwise"
+                    f"{name or 'the root'}; call torch.nn.utils.prune.remove, "
+                    "remove_weight_norm or remove_spectral_norm if their hooks compute it, and "
+                    "delete it otherwise"
                 ) from error
 
 

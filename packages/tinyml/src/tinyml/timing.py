@@ -136,7 +136,8 @@ def _measure_rounds(
     """Return the milliseconds of interleaved calls, with the weights in the cache and out of it.
 
     If `is_long`, the lists out of the cache are empty. The rounds end early if `other` can no
-    longer replace `reference`. They also end after a quarter of a second and five rounds.
+    longer replace `reference`. They also end once both five rounds and a quarter of a second have
+    passed.
     """
     fill_the_cache = torch.ones(0 if is_long else _CACHE_BYTES // 4).sum
     warm: dict[str, list[float]] = {name: [] for name in calls}

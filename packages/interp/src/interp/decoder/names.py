@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-#: Parameters whose names do not end in "weight" or "bias" (stacked experts, sinks, corrections),
-#: and their replacements with such an end.
+#: Parameters whose names do not end in ".weight" or ".bias" (stacked experts, sinks, corrections),
+#: and their replacements, which do.
 _UNNAMED = (
     (re.compile(r"(experts\.(?:gate_up|down)_proj)$"), r"\1.weight"),
     (re.compile(r"(experts\.(?:gate_up|down)_proj)_bias$"), r"\1.bias"),

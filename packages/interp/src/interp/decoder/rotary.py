@@ -51,6 +51,7 @@ def compute_rotary_angles(
     return tuple((1.0 / inverse).tolist())
 
 
+#: The supported values of `rope_type`.
 _METHODS = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 
 
@@ -63,14 +64,15 @@ def build_scaled_rotary(
     Raises ValueError for an unknown method, a missing factor, and an odd number of dimensions with
     dynamic scaling and YaRN.
     """
-    method = rope.get("rope_type") or rope.get("type") or "default"
-    if method not in (*_METHODS, "su"):  # "su" is an old name of "longrope".
+    name = rope.get("rope_type") or rope.get("type") or "default"
+    method = "longrope" if name == "su" else name  # "su" is an old name.
+    if method not in _METHODS:
         raise ValueError(f"rope_type {method!r} is not one of {', '.join(_METHODS)}")
     angles = compute_rotary_angles(dims, rope["rope_theta"])
     if method == "default":
         return Rotary(angles)
     factor = rope.get("factor")
-    if not factor and method in ("yarn", "longrope", "su") and original_length:
+    if not factor and method in ("yarn", "longrope") and original_length:
         factor = max_length / original_length
     if not factor:
         raise ValueError(f"rope_type {method!r} has no factor; add it to the configuration")

@@ -187,7 +187,7 @@ class ActivationCache(Mapping[Any, Tensor]):
 
         `tokens` are one token, or token ids that broadcast to the stack without its last dimension,
         such as (batch, pos). Ids of shape (batch,) belong to all positions of a stack of four
-        dimensions. With `incorrect_tokens`, the terms are those of the difference of both logits.
+        dimensions. With `incorrect_tokens`, the contributions are to the difference of both logits.
         The scale of the final norm is the recorded one. Set `has_batch_dim=False` for a stack
         without a batch dimension.
         """

@@ -208,7 +208,7 @@ def _require_length(label: str, positions: int, length: int) -> None:
 def _encode_json(data: object) -> str:
     """Return JSON that is safe inside a script element.
 
-    Floats are rounded to 6 significant digits; nan and infinities become null.  Half of a surrogate
+    Floats are rounded to 6 significant digits; nan and infinities become null. Half of a surrogate
     pair, which UTF-8 cannot represent, is written as an escape sequence.
     """
     finite = _make_finite(data)

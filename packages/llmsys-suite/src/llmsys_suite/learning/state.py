@@ -33,6 +33,7 @@ DEFAULT_STEPS = 400
 OPTIONS = {"text": "--data and --tokenizer", "total": "--learn"}
 #: Peak learning rate of `learn` divided by the learning rate of `train`.
 PEAK_FACTOR = 2.0
+#: Fraction of the steps in which the learning rate grows linearly.
 WARMUP_FRACTION = 0.05
 
 

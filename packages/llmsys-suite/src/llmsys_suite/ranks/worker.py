@@ -109,7 +109,7 @@ def _record_failure(run: Run | None, message: str) -> None:
         try:
             run.folder.fail(run.stage, message)
         except Exception as error:
-            # The run folder may itself be the cause: it may be deleted, or the disk may be full.
+            # The run folder may itself be the cause: it was deleted, or the disk is full.
             print(f"llmsys: the failure cannot be recorded: {error}", file=sys.stderr)
 
 

@@ -1,1 +1,1 @@
-"""Training with data, pipeline and tensor parallelism, which split one model over the ranks."""
+"""Training with pipeline and tensor parallelism, and with data-parallel replicas."""

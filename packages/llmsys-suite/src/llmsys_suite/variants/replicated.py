@@ -52,7 +52,7 @@ class Bucketed(DataParallel):
 
 
 class Overlapped(Bucketed):
-    """A `ddp.DDP` that all-reduces each gradient separately, as soon as it is ready."""
+    """A separate all-reduce for each gradient, as soon as it is ready."""
 
     bucket_size_mb = None
 

@@ -81,13 +81,12 @@ def insert_adapters(
     """
     check_supported(model)
     children = list(children)
-    owners = {model.get_submodule(module): name for module, name in parameters}
-    if both := owners.keys() & {*children}:
-        owner = both.pop()
-        raise ValueError(
-            f"expected one adapter per weight, got adapters of a {type(owner).__name__} and of its "
-            f"parameter {owners[owner]!r}; leave one of them out"
-        )
+    for module, name in parameters:
+        if model.get_submodule(module) in children:
+            raise ValueError(
+                f"expected one adapter per weight, got adapters of the layer {module!r} and of its "
+                f"parameter {name!r}; leave one of them out"
+            )
     weights = {child._parameters.get("weight") for child in children}
     _check_ties(model, weights | {model.get_parameter(".".join(name)) for name in parameters})
     trained = {parameter: parameter.requires_grad for parameter in model.parameters()}

@@ -128,7 +128,8 @@ class _Writer:
         if layer.geometry is None:
             weight, axis = weight.t().contiguous(), 1  # MatMul takes (in, out)
         if layer.geometry is None and not layer.has_int32_sums:
-            # onnxruntime multiplies codes by a kernel whose int32 sums overflow, but not floats.
+            # onnxruntime would multiply codes by a kernel whose int32 sums overflow. Float weights
+            # are multiplied in float32.
             dense = self._add_constant(f"dense_{number}", weight.float().numpy() * weight_scale)
         else:
             codes = self._add_constant(f"weight_{number}", weight.numpy())

@@ -110,10 +110,10 @@ def mask_smallest(score: Tensor, sparsity: float) -> Tensor:
 
     Of equal scores, the first ones are masked. Raise `ValueError` unless 0 <= sparsity <= 1.
     """
-    sparsity = float(sparsity)  # tensors of one number have no `__round__`
     if not 0 <= sparsity <= 1:
         raise ValueError(f"expected 0 <= sparsity <= 1, got {sparsity}")
     order = score.flatten().argsort(stable=True)
     mask = torch.ones(score.numel(), dtype=torch.bool, device=score.device)
-    mask[order[: round(sparsity * score.numel())]] = False
+    num_masked = round(float(sparsity) * score.numel())  # a tensor has no `__round__`
+    mask[order[:num_masked]] = False
     return mask.view_as(score)
