@@ -21,7 +21,7 @@ from pathlib import Path
 from paramserver.journal.recovery import recover
 from paramserver.running.conversion import convert_journal
 from paramserver.running.job import Job
-from paramserver.running.supervise import join_servers, open_server, require_journal
+from paramserver.running.supervise import join_servers, open_server
 from paramserver.transport.connection import import_zmq
 from paramserver.transport.zeromq_connection import Keys
 
@@ -99,8 +99,6 @@ def _serve(arguments: argparse.Namespace) -> None:
     if len(workers) < len(arguments.peer):
         raise ValueError(f"expected --peer once per rank, got {' '.join(arguments.peer)}")
     keys = Keys(public, secret, workers=workers) if secret else None
-    if arguments.journal is not None:
-        require_journal(arguments.journal, arguments.server)
     server = open_server(
         job, arguments.server, arguments.address, journal=arguments.journal, keys=keys
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 from paramserver.consistency import as_local_steps
 from paramserver.journal.disk_journal import DiskJournal
-from paramserver.journal.files import JournalError, lock_journal
+from paramserver.journal.files import JournalError
 from paramserver.journal.recovery import has_entries, list_journal_folders
 from paramserver.protocol.messages import OBSERVER, Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble_result
@@ -163,33 +163,6 @@ def _require_journals(folder: Path, servers: int) -> None:
             f"expected a journal of each server in {folder}, which contains {checkpoints[0].name} "
             "of a worker; restore them, or pass another folder"
         )
-
-
-def require_journal(folder: Path, number: int) -> None:
-    """Raise `JournalError` if server `number` lacks a journal that the other journals imply.
-
-    The folder must have a journal of the server if another server in it has accepted a worker and
-    then stopped. Otherwise, a journal would be created that does not belong to the others. A server
-    that runs has accepted the number of servers, so its journal implies nothing.
-
-    No server of this process may use `folder`, because the check would release its lock.
-    """
-    journals = list_journal_folders(folder)
-    if folder / f"server-{number}" in journals:
-        return
-    for path in journals:
-        try:
-            lock_journal(path).close()
-        except RuntimeError:  # the server of this journal runs
-            continue
-        if has_entries(path):
-            raise JournalError(
-                f"expected a journal of server {number} in {folder}, got "
-                f"{', '.join(path.name for path in journals)}. Nothing was changed; restore a "
-                "journal that was lost from a copy of the same time, or run `python -m paramserver "
-                f"convert` for another number of servers. If server {number} starts for the first "
-                f"time, start {path.name} before it"
-            )
 
 
 def _serve(
