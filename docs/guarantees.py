@@ -54,7 +54,8 @@ def write_page_text() -> str:
         "",
         "The test of a measured time may allow a margin of up to 15 % beyond the figure of its "
         "claim, because processors differ (`tests/figures.py`). Tests that need public data sets "
-        "(in the folder `SCALING_DATA`) or optional programs are skipped if these are missing.",
+        "(in the folder that the variable `SCALING_DATA` names) or optional programs are skipped "
+        "if these are missing.",
         "",
         " · ".join(f"[{package}](#{package})" for package in PACKAGES),
     ]

@@ -48,12 +48,12 @@ class Injector:
         self.count += 1
 
     def install(self):
-        use = DiskJournal._switch_to
+        switch_to = DiskJournal._switch_to
 
-        def counted_use(journal, file):
-            use(journal, CountedFile(file, self))
+        def counted_switch_to(journal, file):
+            switch_to(journal, CountedFile(file, self))
 
-        DiskJournal._switch_to = counted_use
+        DiskJournal._switch_to = counted_switch_to
         for owner, name in (
             (Path, "rename"),
             (Path, "unlink"),

@@ -192,7 +192,7 @@ def test_hanging_worker_is_restarted(seconds, period, values, tmp_path, monkeypa
         workers=2,
         transport="zeromq",
         timeout=3.0,
-        allow_missing=True,
+        allow_missing=values[1] is None,
         restarts=1,
     )
     assert result.values == values

@@ -651,7 +651,7 @@ def test_decimal_commas_are_refused_unless_semicolons_separate_the_cells(tmp_pat
     assert (runs.parameters[0], runs.tokens[0], runs.loss[0]) == (1.5e8, 2.5e9, 2.859)
     assert "a comma in a number starts its decimals" in runs.explanation
     # Points in names, versions and dates do not matter, but points in numbers do.
-    for note in ("gpt-1.3b", "31.12.2025", "1.1.25 14:30"):
+    for note in ("gpt-1.3b", "31.12.2025", "2025.12.31", "2.11.0", "1.1.25 14:30"):
         path.write_text(f"N;D;loss;note\n1,5e8;2,5B;2,859;{note}\n2e8;4e9;2,7;\n")
         assert load_runs(path).loss.tolist() == [2.859, 2.7]
     path.write_text("N;D;loss;dropout\n1,5e8;2,5B;2,859;0.1\n2e8;4e9;2,7;0\n")
@@ -872,13 +872,18 @@ def test_sweep_is_read_as_its_best_setting_with_all_seeds():
         pytest.warns(ScalingWarning, match="other settings"),
     ):
         assert sorted(load_runs(single).loss) == [3.01] * 2 + [3.11] * 2
-    # Without seeds, each repetition may be the diverged run.
+    # Without seeds, each repetition may be the diverged run, also if larger models have seeds.
     unnamed = [{k: v for k, v in row.items() if k != "seed"} for row in ended]
-    with (
-        pytest.warns(ScalingWarning, match="left out"),
-        pytest.warns(ScalingWarning, match="if possible without a loss of nan, is"),
-    ):
-        assert sorted(load_runs(unnamed).loss) == [3.1] * 4 + [3.11] * 4
+    partly = [row | {"seed": row["seed"] if row["N"] > 1e8 else ""} for row in ended]
+    for repeated in (unnamed, partly):
+        with (
+            pytest.warns(ScalingWarning, match="left out"),
+            pytest.warns(ScalingWarning, match="if possible without a loss of nan, is"),
+        ):
+            runs = load_runs(repeated)
+        has_seeds = (runs.parameters > 1e8) & (repeated is partly)
+        assert sorted(runs.loss[~has_seeds]) == sorted([3.1, 3.11] * ((~has_seeds).sum() // 2))
+        assert sorted(runs.loss[has_seeds]) == [3.0, 3.01, 3.1, 3.11][: has_seeds.sum()]
     only = [row for row in diverged if row["config.lr"] == 2 or row["N"] > 1e8]
     with (
         pytest.warns(ScalingWarning, match="left out"),
@@ -1003,6 +1008,10 @@ def test_repetitions_and_rows_that_are_not_searched_are_explained():
     assert choice in load_runs(rows).explanation
     many = load_runs({"N": [1e8] * 5001, "D": [2e9] * 5001, "loss": np.linspace(2, 3, 5001)})
     assert "only 5000 rows are searched for unknown settings" in many.explanation
+    joined = {"N": [1e8] * 6000, "D": [2e9] * 6000, "loss": np.linspace(2, 3, 6000)}
+    joined["recipe_v"] = [1] * 5500 + [2] * 500
+    with pytest.raises(ValueError, match=r"columns \['recipe_v'\] differ between runs of one size"):
+        load_runs(joined)
 
 
 @pytest.mark.parametrize("known", [{}, {"lr": [1e-3, 2e-3]}])

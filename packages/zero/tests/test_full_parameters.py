@@ -280,6 +280,8 @@ def differentiate_beside_backward():
     transformed = build_pair()[0]
     with pytest.raises(RuntimeError, match=r"torch\.func .* got TransformType.Grad: use torch"):
         torch.func.grad(lambda inputs: transformed(inputs).sum())(draw_batch(0, 0))
+    with pytest.raises(RuntimeError, match=r"torch\.func .* got TransformType.Grad: use torch"):
+        torch.func.grad(lambda inputs: torch.vmap(transformed)(inputs).sum())(draw_batch(0, 0))
     # torch.autograd.grad between two backward passes of a step must not reduce gradients.
     model, ours, twin, theirs = build_pair()
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -267,9 +267,9 @@ def shared_empty(
 ) -> Tensor:
     """Return a tensor of zeros in memory that all ranks of the host share.
 
-    On one host, an `all_reduce` of more than 32 KiB in this memory needs no copies. This
-    requires a compiled engine (`shared_memory/engine.py`) that supports the op and the dtype. All
-    ranks must pass the same part of the tensor.
+    On one host, an `all_reduce` of more than 32 KiB in this memory needs no copies if the engine
+    (`shared_memory/engine.py`) was compiled and supports the op and the dtype, and if all ranks
+    pass the same part of the tensor. Otherwise the ranks copy, and the result is the same.
 
     Every rank of the group must call this function with the same size and dtype. If the ranks of a
     host cannot share memory, the result is an ordinary tensor, whose collectives are slower.

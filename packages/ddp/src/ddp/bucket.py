@@ -185,7 +185,7 @@ class Bucket:
         gradient = self.parameters[slot].grad
         if gradient is None or gradient.layout is not torch.strided:
             return False
-        # The caller may have replaced `.grad` by its transpose or its lazy conjugate.
+        # The caller may have replaced `.grad` with its transpose or its lazy conjugate.
         return (
             gradient.data_ptr() == self._addresses[slot]
             and gradient.stride() == self._strides[slot]

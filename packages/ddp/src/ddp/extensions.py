@@ -61,8 +61,8 @@ class Extension:
     ) -> AbstractContextManager[None]:
         """Return a context for launching or awaiting the collective that `description` names.
 
-        The context may replace the error of a collective, for example by an error with the failed
-        rank. If the block waits for a collective that can be polled, `work` is this collective.
+        The context may replace the error of a collective, for example with one that names the
+        failed rank. If the block waits for a collective that can be polled, `work` is this one.
         """
         return nullcontext()
 

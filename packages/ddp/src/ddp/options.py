@@ -98,7 +98,10 @@ def check_restricted_arguments(arguments: dict[str, Any]) -> None:
     """Raise `TypeError` for unknown names, and `ValueError` for values that are not supported."""
     for name, value in arguments.items():
         if name not in RESTRICTED_ARGUMENTS:
-            raise TypeError(f"expected arguments of DDP or of torch's DDP, got {name!r}")
+            raise TypeError(
+                f"expected arguments of DDP or of torch's DDP, got {name!r}; remove it or correct "
+                "its name"
+            )
         allowed, reason = RESTRICTED_ARGUMENTS[name]
         if not any(value is choice or value == choice for choice in allowed):
             # The value may contain tensors with millions of elements.

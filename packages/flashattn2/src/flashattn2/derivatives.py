@@ -15,7 +15,8 @@ from flashattn2.backends.tiled import Tiles, to_accumulation_dtype
 from flashattn2.reference import attend
 from flashattn2.spec import AttentionSpec
 
-#: torch.func raises its own error inside of these contexts, which does not name the remedy.
+#: The error of a double backward pass inside of hooks on saved tensors. The error that torch.func
+#: would raise there does not name the remedy.
 _HOOKS_MESSAGE = (
     "the double backward pass of attention is not supported inside of "
     "torch.autograd.graph.saved_tensors_hooks and save_on_cpu; leave the context before the double "

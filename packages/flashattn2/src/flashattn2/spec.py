@@ -1,8 +1,8 @@
 """The options that determine the scores of an attention call, as one `AttentionSpec`.
 
 Causal attention is a window whose right bound is 0, so one kind of mask describes every call: a
-band.  Query `i` is at position `p = i + seq_k - seq_q`, so the last query is at the last key.  It
-sees keys `p - left` to `p + right`.
+band.  Query `i` is at position `p = i + seq_k - seq_q` and sees keys `p - left` to `p + right`.
+The last query is therefore at the position of the last key.
 """
 
 import numbers

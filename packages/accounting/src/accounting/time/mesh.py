@@ -52,7 +52,7 @@ def compute_bound_batch(
     parallelism run at once. Raises `ValueError` if no batch is compute-bound.
     """
     alpha = flops_per_second / axis_bytes_per_second
-    # Time of tensor parallelism as a fraction of the compute time, which no batch size changes.
+    # Ratio of tensor-parallel time to compute time, which does not depend on the batch size.
     tensor_fraction = alpha * tensor / (tensor_axes * d_ff)
     if tensor_fraction >= 1:
         raise ValueError(

@@ -111,7 +111,7 @@ def find_sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:
 def prune_tile(
     kernel: str, tile: TileConfig, element_bytes: int, block_d: int, shared_bytes: int
 ) -> TileConfig:
-    """Reduce the stages, then halve the rows down to 16, until the tile fits; return the result."""
+    """Return `tile` with fewer stages, then with rows halved down to 16, to fit `shared_bytes`."""
     while count_shared_bytes(kernel, tile, element_bytes, block_d) > shared_bytes:
         if tile.num_stages > 1:
             tile = replace(tile, num_stages=tile.num_stages - 1)

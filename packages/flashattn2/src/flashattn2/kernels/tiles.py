@@ -82,7 +82,8 @@ def load_tile(
 ):  # fmt: skip
     """Load ROWS rows of a sequence `(batch, head, offset, length)`, beginning at row `start`.
 
-    Rows outside of the sequence are zeros.  WHOLE guarantees that all rows are inside.
+    Rows outside of the sequence are zeros.  WHOLE omits this mask: the caller must ensure that all
+    rows are inside.
     """
     batch, head, begin, length = sequence
     if TMA:

@@ -44,7 +44,9 @@ def recover(folder: str | Path) -> list[str]:
 
 def has_entries(folder: Path) -> bool:
     """Return True if the journal in `folder` contains an entry of the log."""
-    return _GoodPart(folder).get_last_end().position > 0
+    # A server that was killed before it published its first file has no entries.
+    has_files = files.list_numbers(folder, "snapshot") or files.list_numbers(folder, "journal")
+    return bool(has_files) and _GoodPart(folder).get_last_end().position > 0
 
 
 def _recover_locked(folders: list[Path]) -> list[str]:

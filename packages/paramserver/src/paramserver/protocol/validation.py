@@ -35,7 +35,10 @@ def validate(
     kind = message.kind
     shard = replica.shard
     if kind in _FIRST_SERVER_KINDS and shard.number > 0:
-        raise ValueError(f"expected server 0 to receive {kind!r}, got it at server {shard.number}")
+        raise ValueError(
+            f"expected server 0 to receive {kind!r}, got it at server {shard.number}; pass the "
+            "addresses in the order of the servers"
+        )
     if message.size > shard.buffer_bytes:
         raise ValueError(
             f"expected at most {shard.buffer_bytes} bytes, worker {worker} announced {message.size}"
@@ -54,7 +57,10 @@ def validate(
     if kind is Kind.JOIN:
         _check_join(worker, message, replica)
         if worker not in ledger.members and not elastic:
-            raise ValueError(f"expected a worker below {len(ledger.members)}, got worker {worker}")
+            raise ValueError(
+                f"expected a worker below {len(ledger.members)}, got worker {worker}; pass a "
+                "smaller rank, or start the servers with more workers"
+            )
     elif worker != OBSERVER:
         _check_sender(worker, message, session, ledger)
     return log

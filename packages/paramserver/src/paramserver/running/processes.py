@@ -50,7 +50,7 @@ class Processes:
         self._lost: dict[str, tuple[float, str]] = {}
         #: Time of the restart of each worker that has not joined since. The first server may still
         #: report the loss of the process before the restart.
-        self._restarting: dict[str, float] = {}
+        self._restart_times: dict[str, float] = {}
         #: Reason for killing each process that was killed.
         self._killed: dict[str, str] = {}
 
@@ -87,7 +87,7 @@ class Processes:
         self._lost.pop(name, None)
         self._killed.pop(name, None)
         if name.startswith("worker"):
-            self._restarting[name] = time.monotonic()
+            self._restart_times[name] = time.monotonic()
         self.start(name, *self._calls[name])
 
     def kill(self, name: str, reason: str) -> None:
@@ -114,26 +114,26 @@ class Processes:
                 received = Outcome(name, error=error, exit_code=process.exitcode)
             if isinstance(received, Outcome):
                 del self.running[name]
-                self._restarting.pop(name, None)
+                self._restart_times.pop(name, None)
                 pipe.close()
                 yield received
                 continue
             if received is None:  # the worker has joined
-                self._restarting.pop(name, None)
+                self._restart_times.pop(name, None)
                 continue
             now = time.monotonic()
             lost = {f"worker {w}": (now, reason) for w, reason in received.items()}
             self._lost = {
                 name: self._lost.get(name, loss)
                 for name, loss in lost.items()
-                if name not in self._restarting
+                if name not in self._restart_times
             }
         for name, (since, reason) in self._lost.items():
             if name in self.running and time.monotonic() - since > self.grace_period:
                 self.kill(name, reason)
-        for name, restarted in self._restarting.items():
+        for name, restart_time in self._restart_times.items():
             # A worker that joins for the first time has about as long until it is killed.
-            if time.monotonic() - restarted > 2 * self.grace_period:
+            if time.monotonic() - restart_time > 2 * self.grace_period:
                 limit = f"{2 * self.grace_period:g} s"
                 self.kill(name, f"{name} is lost: it did not join within {limit} of its restart")
 

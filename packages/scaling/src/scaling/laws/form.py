@@ -7,7 +7,7 @@ Every law of this package has the form
 
 where log g_k is linear in the exponents, as in log N^-alpha = -alpha log N. Laws differ only in
 log g_k, so a law is defined by one expression per term. `fit_law` can fit and resample any such
-law. catalog.toml contains published laws in this notation, and `fit_parametric` fits its first.
+law. catalog.toml contains published laws in this notation; `fit_parametric` fits its first entry.
 """
 
 import ast

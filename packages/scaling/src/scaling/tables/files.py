@@ -17,8 +17,8 @@ from scaling.tables.table import Table, as_object_cells, require_unique_names
 #: Recognized delimiters of a CSV file. The most frequent one in the header is used.
 DELIMITERS = "\t;|,"
 
-#: A date with points, such as 31.12.2025, which is not a number.
-DATE = re.compile(r"\d{1,2}\.\d{1,2}\.\d{2,4}")
+#: A date or a version with two points, such as 31.12.2025 and 2.11.0, which is not a number.
+DATE_OR_VERSION = re.compile(r"\d{1,4}\.\d{1,2}\.\d{1,4}")
 
 #: The cells of all rows in order, the number of cells and the first line of each row, and the
 #: number of comments.
@@ -146,13 +146,12 @@ def _has_decimal_commas(cells: Sequence[str]) -> bool:
     """Return True if some numbers have a comma, but none has a point or several commas.
 
     Spreadsheets that use decimal commas separate cells by semicolons. Points in names, such as
-    gpt-1.3b, and in dates, such as 31.12.2025, do not matter.
+    gpt-1.3b, in dates and in versions do not matter.
     """
     has_comma = any(re.search(r"\d,\d", cell) for cell in cells)
-    return has_comma and not any(
-        re.search(r"\d\.\d|,\d+,", cell) and NUMBER.fullmatch(cell) and not DATE.fullmatch(cell)
-        for cell in map(str.strip, cells)
-    )
+    stripped = [cell.strip() for cell in cells]
+    numbers = [c for c in stripped if NUMBER.fullmatch(c) and not DATE_OR_VERSION.fullmatch(c)]
+    return has_comma and not any(re.search(r"\d\.\d|,\d+,", number) for number in numbers)
 
 
 def _require_header(path: Path, names: list[str]) -> None:

@@ -168,7 +168,7 @@ def _flag_diverged_settings(
         return flags
     # A run that diverged at the tokens of no other run stopped early, so its planned tokens are
     # unknown. Its setting counts as diverged in all designs of its size with at least its tokens,
-    # but for those that a run with its seed finished.
+    # except in those that a run with its seed finished.
     sizes = encode_settings(started, parts["parameters"], SAME_SIZE)
     tokens = np.ones(len(started))
     for name in parts["tokens" if "tokens" in parts else "compute"]:
@@ -178,10 +178,15 @@ def _flag_diverged_settings(
     groups = np.unique(np.stack([sizes, settings]), axis=1, return_inverse=True)[1].reshape(-1)
     seeds = _encode_seeds(started, codes, remains)
     may_diverge = np.zeros(len(started), bool)
-    for group, seed in np.unique(np.stack([groups[early], seeds[early]]), axis=1).T:
-        stopped = early[(groups[early] == group) & (seeds[early] == seed)]
-        rows = np.flatnonzero((groups == group) & remains)
-        rows = rows[tokens[rows] * (1 + SAME_TOKENS) >= tokens[stopped].min()]
+    keys_of_early = np.stack([groups[early], seeds[early]])
+    pairs, pair_of_early = np.unique(keys_of_early, axis=1, return_inverse=True)
+    fewest_tokens = np.full(pairs.shape[1], np.inf)
+    np.minimum.at(fewest_tokens, pair_of_early.reshape(-1), tokens[early])
+    order = np.argsort(groups, kind="stable")
+    starts = np.searchsorted(groups[order], np.arange(groups.max() + 2))
+    for (group, seed), fewest in zip(pairs.T, fewest_tokens, strict=True):
+        rows = order[starts[group] : starts[group + 1]]
+        rows = rows[remains[rows] & (tokens[rows] * (1 + SAME_TOKENS) >= fewest)]
         is_finished = np.isin(designs[rows], designs[rows[seeds[rows] == seed]])
         may_diverge[rows[~is_finished]] = True
     return flags | may_diverge[remains]
@@ -196,10 +201,12 @@ def _encode_seeds(
     the runs are not repeated, so they have one seed.
     """
     names = [name for name in started.columns if _is_repetition(name)]
-    if any(not flag_blank_cells(started.columns[name]).all() for name in names):
-        return started.encode_columns(names)
+    seeds = started.encode_columns(names) if names else np.zeros(len(started), np.intp)
+    is_unknown = np.ones(len(started), bool)
+    for name in names:
+        is_unknown &= flag_blank_cells(started.columns[name])
     is_repeated = np.bincount(codes[remains]).max() > 1
-    return np.where(remains & is_repeated, -1, 0)
+    return np.where(remains & is_unknown & is_repeated, -1, seeds)
 
 
 def _is_repetition(name: str) -> bool:
@@ -321,7 +328,7 @@ def _choose_searched_rows(keys: Sequence[NDArray[np.intp]]) -> NDArray[np.intp]:
     is_repeated = np.bincount(groups) > 1
     repeated = is_repeated[groups]
     step = -(-np.count_nonzero(repeated) // MAX_SEARCHED_ROWS) or 1
-    chosen = order[repeated & ((np.cumsum(is_repeated) % step)[groups] == 0)]
+    chosen = order[repeated & (((np.cumsum(is_repeated) - 1) % step)[groups] == 0)]
     # A large group is sampled at random: every n-th row might have one of two settings only.
     chosen = np.random.default_rng(0).permutation(chosen)[:MAX_SEARCHED_ROWS]
     first = np.setdiff1d(np.arange(MAX_SEARCHED_ROWS), chosen)

@@ -283,8 +283,8 @@ def _normalize_cells(cells: list[Any], allowed: set[str] | None) -> list[str]:
 def _find_finished_states(name: str, texts: list[str], table: Table) -> set[str] | None:
     """Return the states of finished runs; raise `ValueError` for unknown states.
 
-    Flags such as 0 and 1 are unknown states too, unless all rows have the same. Return None if none
-    of the cells is a known state or such a flag.
+    Flags such as 0 and 1 are unknown states too, unless all cells that are not blank are equal.
+    Return None if none of the cells is a known state, and if there are no such flags.
     """
     known = {*STATES["finished"], *STATES["unfinished"]}
     if not {*texts} & {*known, *STATES["unclear"]}:

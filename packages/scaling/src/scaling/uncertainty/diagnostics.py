@@ -29,8 +29,8 @@ WIDE_INTERVAL = 10.0
 #: more than this factor.
 FAR_COMPUTE = 1e4
 
-#: A result is also reported if it is smaller than all runs by more than this factor, or if its
-#: tokens per parameter are outside the range of the runs by more than this factor.
+#: An optimum is also reported if its parameters are below those of all runs by more than this
+#: factor, or if its tokens per parameter are outside the range of the runs by more than it.
 FAR_SHAPE = 10.0
 
 #: Residuals are reported as curved if the p value of the F test is smaller than this.

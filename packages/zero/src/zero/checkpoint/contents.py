@@ -126,11 +126,12 @@ class _EntrySorter:
         self.contents.optimizers = _find_optimizer_prefixes(entries, self.names)
         self._sort(entries, sorted(self.contents.optimizers, key=len, reverse=True))
         if len(self.contents.optimizers) == 1:
-            stored = [parameter for parameter, _, _ in self.states]
+            optimizer_names = [parameter for parameter, _, _ in self.states]
             for key, group in self.groups.items():
                 members = group.get("param_names", group.get("params", [key]))
-                stored += [str(member) for member in members]
-            self._name_parameters(_find_state_prefix(stored, self.names, self.prefix))
+                optimizer_names += [str(member) for member in members]
+            state_prefix = _find_state_prefix(optimizer_names, self.names, self.prefix)
+            self._name_parameters(state_prefix)
 
     def _sort(self, entries: Sequence[str], roots: Sequence[str]) -> None:
         """Assign each entry to the first optimizer in `roots` with its prefix, or to `extra`."""
@@ -198,7 +199,7 @@ def _find_optimizer_prefixes(entries: Sequence[str], names: set[str]) -> list[st
     return sorted(root for root in roots if not root.startswith(state_prefixes))
 
 
-def _find_state_prefix(stored: Sequence[str], names: set[str], prefix: str) -> str:
+def _find_state_prefix(optimizer_names: Sequence[str], names: set[str], prefix: str) -> str:
     """Return the suffix of the model's prefix that the optimizer's names also have.
 
     In `{"model": ..., "optimizer": ...}` the model's tensors are stored under `model.`. The
@@ -208,8 +209,8 @@ def _find_state_prefix(stored: Sequence[str], names: set[str], prefix: str) -> s
     num_fitting = {}
     starts = [len(prefix), *(match.start() for match in re.finditer(r"[^.]+\.", prefix))]
     for suffix in (prefix[start:] for start in starts):
-        fitting = {s for s in stored if s.startswith(suffix) and s.removeprefix(suffix) in names}
-        num_fitting[suffix] = len(fitting)
+        suffixed = {name for name in optimizer_names if name.startswith(suffix)}
+        num_fitting[suffix] = sum(name.removeprefix(suffix) in names for name in suffixed)
     largest = max(num_fitting.values())
     best = [suffix for suffix, number in num_fitting.items() if number == largest]
     if len(best) > 1 and largest:

@@ -170,8 +170,8 @@ def _check_module(module: Any) -> None:
         raise ValueError(f"{type(module).__name__} was passed to fully_shard before: pass it once")
     if not isinstance(module, nn.Module):
         raise ValueError(
-            f"expected one module, which becomes one unit, got a {type(module).__name__}: pass a "
-            "module that contains all of them"
+            "expected one module, because each call shards one module, got a "
+            f"{type(module).__name__}: pass a module that contains all of them"
         )
 
 

@@ -152,6 +152,7 @@ class UnitSchedule(nn.Module):
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._reset_after_error()
         self._num_running += 1
+        _refuse_transforms()
         if self._num_running > 1 or self._in_backward:
             return
         end_step()
@@ -165,7 +166,6 @@ class UnitSchedule(nn.Module):
 
     def _prepare_module_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather a module's units, prefetch the next units, and hook gradients of the inputs."""
-        _refuse_transforms()
         if module is self.module and not self._in_backward:
             # An interrupt may have prevented the end of an earlier forward pass.
             self._num_running = 0
@@ -411,10 +411,12 @@ def _clone_alias(units: list[Unit], tensor: Tensor) -> Tensor:
 
 
 def _refuse_transforms() -> None:
-    """Raise RuntimeError within torch.func's transforms, except `vmap`."""
-    transform = torch._C._functorch.peek_interpreter_stack()
-    if transform is not None and transform.key() != torch._C._functorch.TransformType.Vmap:
-        raise RuntimeError(
-            f"expected no transform of torch.func around a module of FSDP, got {transform.key()}: "
-            "use torch.autograd.grad, or ShardedOptimizer (stages 1 and 2)"
-        )
+    """Raise RuntimeError within torch.func's transforms, except `vmap` without a backward pass."""
+    functorch = torch._C._functorch
+    # `vmap` may run within another transform, so check every level of the stack.
+    for transform in functorch.get_interpreter_stack() or ():
+        if transform.key() != functorch.TransformType.Vmap:
+            raise RuntimeError(
+                "expected no transform of torch.func around a module of FSDP, got "
+                f"{transform.key()}: use torch.autograd.grad, or ShardedOptimizer (stages 1 and 2)"
+            )

@@ -40,7 +40,8 @@ class _Plan:
     owners: Owners = field(default_factory=dict)
     #: The first name of each sharded parameter.
     names: dict[nn.Parameter, str] = field(default_factory=dict)
-    #: Maps each module to the innermost sharded module around it, which gathers its parameters.
+    #: Maps each module to the innermost sharded module that contains it, possibly the module
+    #: itself, and that gathers its parameters.
     user: dict[nn.Module, nn.Module] = field(default_factory=dict)
     #: The parameters in each sharded module that no sharded module within it has.
     groups: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)

@@ -29,7 +29,10 @@ def set_owner(parameter: Tensor, optimizer: object) -> None:
 
 
 def read_params(params: Any) -> tuple[list[Any], list[Any]]:
-    """Return the entries of `params`, whose groups `read_group` has read, and all members."""
+    """Return the entries of `params`, with `read_group(group)` for each group, and all members.
+
+    Raise TypeError for a tensor or a set, and ValueError if `params` is empty.
+    """
     if isinstance(params, Tensor):
         raise TypeError("params is one tensor: pass model.parameters() or parameter groups")
     check_ordered(params)

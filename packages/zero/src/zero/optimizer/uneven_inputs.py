@@ -40,7 +40,10 @@ class UnevenInputs(JoinHook):
             return 0
         work = Join.notify_join_context(self.optimizer)
         if work is None:
-            raise ValueError("expected Join([optimizer]), got another Joinable before optimizer")
+            raise ValueError(
+                "expected Join([optimizer]), got another Joinable before optimizer: pass only the "
+                "optimizer"
+            )
         work.wait()
         self.optimizer.communicator.is_joining = True
         averaged = self.optimizer.reducer.list_averaged_indices()
