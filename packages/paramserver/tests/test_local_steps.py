@@ -486,7 +486,7 @@ def test_a_worker_of_another_policy_is_refused():
         with pytest.raises(ValueError, match="the same policy"):
             Worker(build_model(), server, local=other, optimizer=INNER)
     worker = Worker(build_model(), server, optimizer=INNER)  # the policy is the server's
-    with pytest.raises(RuntimeError, match="pull before each step"):
+    with pytest.raises(RuntimeError, match="pull before this step"):
         worker.push()
 
 
