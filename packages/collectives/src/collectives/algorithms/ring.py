@@ -12,7 +12,7 @@ In no algorithm does the busiest rank send fewer bytes, so the ring is the choic
 
 A ring sends partial sums in the dtype of the tensor. For a dtype that accumulates in a wider one,
 every step would round them. `reduce_directly` then sends each slice to its owner, which rounds the
-sum once. The bytes are the same, and a rank sends to all owners at the same time.
+sum once. The number of bytes does not change, and a rank sends to all owners at once.
 """
 
 from collections.abc import Sequence

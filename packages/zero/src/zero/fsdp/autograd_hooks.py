@@ -1,10 +1,10 @@
-"""Backward hooks, and casts, for any values that a module accepts and returns."""
+"""Backward hooks, casts and copies for any values that a module accepts and returns."""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -180,3 +180,27 @@ class _GradientHook(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         ctx.hook()
         return None, *gradients
+
+
+def clone_alias(full_parameters: Sequence[Tensor], tensor: Tensor) -> Tensor:
+    """Return a clone of a tensor in the memory of full parameters, which is freed with its unit.
+
+    A module may return its weight, for example for a penalty. Other tensors are returned unchanged.
+    """
+    if not torch._C._has_storage(tensor):
+        return tensor
+    storage = tensor.untyped_storage()._cdata
+    is_alias = any(full.untyped_storage()._cdata == storage for full in full_parameters)
+    return tensor.clone() if is_alias else tensor
+
+
+def refuse_transforms() -> None:
+    """Raise RuntimeError within torch.func's transforms, except `vmap` without a backward pass."""
+    functorch = torch._C._functorch
+    # `vmap` may run within another transform, so check every level of the stack.
+    for transform in functorch.get_interpreter_stack() or ():
+        if transform.key() != functorch.TransformType.Vmap:
+            raise RuntimeError(
+                "expected no transform of torch.func around a module of FSDP, got "
+                f"{transform.key()}: use torch.autograd.grad, or ShardedOptimizer (stages 1 and 2)"
+            )

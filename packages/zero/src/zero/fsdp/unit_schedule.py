@@ -26,7 +26,9 @@ from zero.fsdp.autograd_hooks import (
     call_after_gradients,
     call_before_gradients,
     cast,
+    clone_alias,
     has_hidden_tensors,
+    refuse_transforms,
     replace_tensors,
 )
 from zero.fsdp.optimizer_hooks import end_step
@@ -152,7 +154,7 @@ class UnitSchedule(nn.Module):
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._reset_after_error()
         self._num_running += 1
-        _refuse_transforms()
+        refuse_transforms()
         if self._num_running > 1 or self._in_backward:
             return
         end_step()
@@ -203,7 +205,8 @@ class UnitSchedule(nn.Module):
         try:
             for unit in units:
                 unit.check_unchanged()
-            output = replace_tensors(partial(_clone_alias, units), output, [])
+            full_parameters = [unit.full for unit in units]
+            output = replace_tensors(partial(clone_alias, full_parameters), output, [])
         except RuntimeError:
             self._num_running = max(0, self._num_running - 1)
             raise
@@ -396,27 +399,3 @@ class UnitSchedule(nn.Module):
         self._reducing_unit = None
         for unit in self.units:
             unit.reset_after_error()
-
-
-def _clone_alias(units: list[Unit], tensor: Tensor) -> Tensor:
-    """Return a clone of a tensor in the memory of full parameters, which is freed with its unit.
-
-    A module may return its weight, for example for a penalty. Other tensors are returned unchanged.
-    """
-    if not torch._C._has_storage(tensor):
-        return tensor
-    storage = tensor.untyped_storage()._cdata
-    is_alias = any(unit.full.untyped_storage()._cdata == storage for unit in units)
-    return tensor.clone() if is_alias else tensor
-
-
-def _refuse_transforms() -> None:
-    """Raise RuntimeError within torch.func's transforms, except `vmap` without a backward pass."""
-    functorch = torch._C._functorch
-    # `vmap` may run within another transform, so check every level of the stack.
-    for transform in functorch.get_interpreter_stack() or ():
-        if transform.key() != functorch.TransformType.Vmap:
-            raise RuntimeError(
-                "expected no transform of torch.func around a module of FSDP, got "
-                f"{transform.key()}: use torch.autograd.grad, or ShardedOptimizer (stages 1 and 2)"
-            )
