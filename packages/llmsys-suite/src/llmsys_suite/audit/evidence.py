@@ -135,10 +135,10 @@ def count_saved_bytes(run: Run) -> int:
 def compute_scale_deviations(run: Run) -> list[tuple[float, str]]:
     """Return (deviation, name) for each initial weight.
 
-    The deviation is the difference, in standard errors, of the standard deviation from Glorot's,
-    or from 1 for embeddings. Weights beyond three standard deviations are resampled, which narrows
-    the distribution. The deviation of a tensor that is not a matrix is 0 if it consists of ones,
-    and inf otherwise.
+    For a matrix, it is the distance, in standard errors, between the standard deviation of its
+    elements and the expected one: Glorot's, or 1 for embeddings. Both are lower by a known factor,
+    because weights beyond three standard deviations are resampled. For other tensors, the deviation
+    is 0 if all elements are 1, and inf otherwise.
     """
     density = math.exp(-4.5) / math.sqrt(2 * math.pi)
     narrowed = math.sqrt(1 - 6 * density / math.erf(3 / math.sqrt(2)))

@@ -22,7 +22,7 @@ from llmsys_suite.text.data import Corpus
 
 
 class Progress:
-    """A printer of the current stage and its progress, enabled on rank 0 only."""
+    """Output of the current stage and its progress on stderr, enabled on rank 0 only."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
