@@ -48,12 +48,12 @@ LARGEST_FRACTION = 0.2
 #: cuts (0.3, 0.5, 0.7) and seven cuts (0.2 to 0.8) give intervals that are 1 and 6 % wider.
 CUT_FRACTIONS = (0.25, 0.35, 0.5, 0.65, 0.8)
 
-#: Typical drift per decade of the log best size, for a parametric law and for an IsoFLOP law. The
+#: Typical drift of the log best size per decade, for a parametric law and for an IsoFLOP law. The
 #: latter does not assume a form of the loss. See Note [Calibration].
 PRIOR_SIZE_DRIFT = 0.56
 PRIOR_VALLEY_DRIFT = 0.22
 
-#: Typical drift per decade of the log loss. In the calibration, values from 0.003 to 0.03 give
+#: Typical drift of the log loss per decade. In the calibration, values from 0.003 to 0.03 give
 #: intervals of the same mean width.
 PRIOR_LOSS_DRIFT = 0.01
 
