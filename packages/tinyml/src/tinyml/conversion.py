@@ -41,8 +41,8 @@ def compress_weights(
 ) -> nn.Module:
     """Return a plain copy whose layers of `kinds` have the weights `compress(layer, bits)`.
 
-    Layers that share a weight share its compressed form. Layers that `protect` or that a mapping
-    `bits` does not name are unchanged. Warn of other matrices that stay dense.
+    Layers that share a weight share its compressed form. Layers in `protect`, and layers that are
+    missing from a mapping `bits`, are unchanged. Warn of other matrices that stay dense.
     """
     model = make_plain_copy(model)
     chosen = find_layers(model, kinds, protect)

@@ -272,7 +272,7 @@ class _Tracer:
 
     def _convert_cat(self, node: fx.Node, parts: Sequence[Any], dim: int) -> Step:
         if not all(isinstance(part, Step) for part in parts):
-            raise self._make_error(node, "a tensor does not depend on the input")
+            raise self._make_error(node, "a part of it does not depend on the input")
         if dim not in (1, 1 - len(parts[0].shape)):
             raise self._make_error(
                 node, f"it concatenates along dimension {dim}; only 1 is supported"

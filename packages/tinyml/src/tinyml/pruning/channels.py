@@ -99,7 +99,7 @@ def _check_names(names: Collection[str], walk: Walk, chosen: Sequence[Group]) ->
 
 
 def _explain_refusal(name: str, walk: Walk) -> str:
-    """Return why the channels of a layer cannot be removed; empty if it is not such a layer."""
+    """Return why the channels of a layer cannot be removed; empty if the reason is unknown."""
     group = next((group for group in walk.list_groups() if name in group.writers), None)
     if group is None:
         return walk.layers_without_units.get(name, "")

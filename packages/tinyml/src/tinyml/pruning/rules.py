@@ -192,7 +192,7 @@ def _follow_pad(
 def _follow_other_dim(
     walk: Walk, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any, **__: Any
 ) -> Any:
-    """Pass units on unless `dim`, the dimension that the operator changes, is theirs."""
+    """Pass units on unless the operator changes their dimension, which is `dim`."""
     units = walk.values[x]
     return walk.block(node) if dim % len(get_shape(x)) == units.dim else units
 

@@ -284,7 +284,7 @@ def avoid_fused_operators(model: nn.Module) -> None:
 
 
 def is_compressed_linear_or_conv1d(module: nn.Module) -> bool:
-    """Return True for a compressed `nn.Linear`, and for a `Conv1D` that returns its product."""
+    """Return True for a compressed `nn.Linear`, and for a `Conv1D` whose `forward` is a product."""
     if is_conv1d(module):
         return is_product(module, module.forward)
     # Parametrizing a layer replaces its class by a subclass.

@@ -32,7 +32,7 @@ _MIN_SIZE = 16
 
 
 def multiply_in_int8(codes: Tensor, inputs: Tensor) -> Tensor:
-    """Return sums by int8 instructions; raise `RuntimeError` for a shape without support.
+    """Return sums, computed by int8 instructions; raise `RuntimeError` for an unsupported shape.
 
     The sums may saturate; see `is_int8_exact`.
     """
@@ -46,9 +46,10 @@ def multiply_in_int8(codes: Tensor, inputs: Tensor) -> Tensor:
 
 
 def multiply_in_float32(dense: Tensor, inputs: Tensor, *, in_parts: bool) -> Tensor:
-    """Return exact sums by float32 products; `dense` are the codes as float32.
+    """Return exact sums, computed by float32 products; `dense` contains the codes as float32.
 
-    With `in_parts`, the sums are exact for all codes. Without, `fits_float32` must be True.
+    With `in_parts`, the sums are exact for all codes. Without it, `fits_float32(codes)` must be
+    True.
     """
     inputs = inputs.float()
     if not in_parts:
@@ -61,7 +62,7 @@ def multiply_in_float32(dense: Tensor, inputs: Tensor, *, in_parts: bool) -> Ten
 
 
 def multiply_in_float64(codes: Tensor, inputs: Tensor) -> Tensor:
-    """Return exact sums by float64 products."""
+    """Return exact sums, computed by float64 products."""
     return (inputs.double() @ codes.t().double()).to(torch.int32)
 
 
