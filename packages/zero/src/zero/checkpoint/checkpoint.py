@@ -253,5 +253,5 @@ def _check_key(key: Any, kind: str) -> None:
     if not isinstance(key, str) or "." in key:
         raise ValueError(
             f"expected names without dots for the optimizer's {kind}, got {key!r}, which a load "
-            "could not separate from the name before it: rename it"
+            "could not separate from the parameter's name: rename it"
         )

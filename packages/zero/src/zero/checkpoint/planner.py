@@ -96,7 +96,7 @@ class LoadPlanner(DefaultLoadPlanner):
         )
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the tensor to fill with a box."""
+        """Return the tensor that a box is read into."""
         return self._values[index]
 
 
