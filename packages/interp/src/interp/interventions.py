@@ -93,8 +93,8 @@ def knock_out_attention(
         blocked[blocked_heads[:, None, None], query_index[:, None], key_index] = True
         wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
         remaining = wide.masked_fill(blocked, 0.0)
-        # The sum of a row is below 1 because of its sink or of rounding errors. Each weight has an
-        # error of at most half a unit, and the error of the sum grows with the number of keys.
+        # The sum of a row is below 1 because of its sink or of rounding errors. Each weight has a
+        # relative error of at most eps / 2, and the error of the sum grows with the number of keys.
         sink = 1 - wide.sum(-1, keepdim=True)
         sum_units = 4 + num_keys**0.5
         rounding = torch.finfo(pattern.dtype).eps / 2 + sum_units * torch.finfo(wide.dtype).eps

@@ -131,7 +131,7 @@ def _require_supported(config: Mapping[str, Any]) -> None:
 
 
 def _find_option(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
-    """Return the first option of `names` that is set, or `default`; raise ValueError for None."""
+    """Return the first set option of `names`, or `default`; raise ValueError if it is None too."""
     for name in names:
         if config.get(name) is not None:
             return config[name]
