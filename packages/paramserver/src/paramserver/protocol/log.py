@@ -53,7 +53,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Read:
-    """Entry: the read `number` of `worker` returns the parameters at this position of the log."""
+    """Entry: read `number` of `worker` returns the parameters at this position of the log."""
 
     worker: int
     epoch: int

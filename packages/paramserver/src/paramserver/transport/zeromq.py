@@ -279,8 +279,7 @@ class ZeroMQServer:
                 # Copy, because the next request may change the data before they are sent.
                 chunk = out[start:stop].copy_(self.core.answer_data[start:stop])
                 frames.append(chunk.numpy().data)
-            # ZeroMQ drops the answer if the connection is lost. The worker then repeats its
-            # request.
+            # If the connection is lost, ZeroMQ drops the answer; the worker repeats the request.
             self._socket.send_multipart(frames, copy=False)
 
 
