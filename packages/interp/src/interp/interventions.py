@@ -111,14 +111,14 @@ def knock_out_attention(
     return knock_out
 
 
-def _make_index_tensor(indices: Sequence[int], what: str) -> Tensor:
+def _make_index_tensor(indices: Sequence[int], noun: str) -> Tensor:
     """Return indices as a tensor; raise ValueError for a single number, a mask and floats."""
     if isinstance(indices, int):
-        raise ValueError(f"expected a sequence of {what}, got {indices}; pass [{indices}]")
+        raise ValueError(f"expected a sequence of {noun}, got {indices}; pass [{indices}]")
     index = torch.tensor(list(indices)) if len(indices) else torch.empty(0, dtype=torch.long)
     if index.dtype == torch.bool or index.is_floating_point():
         raise ValueError(
-            f"expected indices of {what}, got {index.dtype}; for a mask pass mask.nonzero()[:, 0]"
+            f"expected indices of {noun}, got {index.dtype}; for a mask pass mask.nonzero()[:, 0]"
         )
     return index
 
