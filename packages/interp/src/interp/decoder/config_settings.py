@@ -177,7 +177,8 @@ def list_layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
     """Return the kind of each layer, "full_attention" or "sliding_attention"."""
     if config.get("layer_types"):
         return list(config["layer_types"])
-    name, window = config["model_type"], config.get("sliding_window")
+    name = config["model_type"]
+    window = config.get("sliding_window")
     if window is None or not FAMILIES[name].windowed:
         return ["full_attention"] * layers
     if name.startswith("qwen"):

@@ -91,7 +91,8 @@ def edge_attribution(
         raise ValueError(f"expected exact >= 0, got {exact}")
     pairs = split_pairs(model, clean, corrupted, metric, tokenizer)
     runs = [Restart(model, prompt, batch=batch) for _, prompt, _ in pairs]
-    results, changes = [], []
+    results = []
+    changes = []
     for run, pair in zip(runs, pairs, strict=True):
         result, change = _estimate_edges(run, *pair, senders, receivers)
         results.append(result)
