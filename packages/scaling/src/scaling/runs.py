@@ -78,9 +78,9 @@ class Runs(ComparesArrays):
     def __len__(self) -> int:
         return len(self.loss)
 
-    def __getitem__(self, which: int | slice | NDArray[Any] | Sequence[int]) -> "Runs":
+    def __getitem__(self, selection: int | slice | NDArray[Any] | Sequence[int]) -> "Runs":
         """Return the runs that a position, a slice, a mask or a list of positions selects."""
-        index = np.atleast_1d(np.arange(len(self))[which])
+        index = np.atleast_1d(np.arange(len(self))[selection])
         columns = {name: getattr(self, name)[index] for name in COLUMNS}
         rows = tuple(np.array(self.rows)[index].tolist())
         return Runs(**columns, rows=rows, explanation=self.explanation)

@@ -343,7 +343,7 @@ def _mark_diverged(runs: RunsBySetting) -> list[int]:
     also more than `DIVERGENCE_RATIO` times the rise at an equal distance below the best rate.
     """
     for size in {size for size, _ in runs}:
-        curve = {rate: losses for (of_size, rate), losses in runs.items() if of_size == size}
+        curve = {rate: losses for (batch_size, rate), losses in runs.items() if batch_size == size}
         least = {}
         for rate, pairs in curve.items():
             finite = [loss for _, loss in pairs if loss < math.inf]

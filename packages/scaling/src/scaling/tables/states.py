@@ -144,18 +144,18 @@ def _iter_progress_columns(table: Table) -> Iterator[tuple[str, str, Array]]:
         if not has_ending(name, WORDS["progress"]):
             continue
         texts = [str(cell).strip() for cell in table.get_cells(name)]
-        done = parse_numbers([text.removesuffix("%") for text in texts])
-        if np.isnan(done).all():
+        progress = parse_numbers([text.removesuffix("%") for text in texts])
+        if np.isnan(progress).all():
             continue
         ends = [100] if any(text.endswith("%") for text in texts) else [1, 100]
-        largest = np.nanmax(done)
+        largest = np.nanmax(progress)
         complete = [end for end in ends if abs(largest / end - 1) <= STEP_TOLERANCE]
         if not complete:
             raise ValueError(
                 f"column {name!r} is at most {largest:g}, so no run has reached its end, or the"
                 f" column is not the progress of the runs: read all rows with ignore=[{name!r}]"
             )
-        yield name, str(complete[0]), np.nan_to_num(done / complete[0])
+        yield name, str(complete[0]), np.nan_to_num(progress / complete[0])
 
 
 def is_true(cell: Any) -> bool:

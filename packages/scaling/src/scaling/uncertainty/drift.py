@@ -178,8 +178,8 @@ def measure_drift(fit: Estimate) -> Drift:
     start = compute_drift_start(compute)
     columns = (compute, runs.parameters, runs.tokens)
     ranges = tuple((float(column.min()), float(column.max())) for column in columns)
-    of_fit = sample_posterior(fit, draws=CUT_DRAWS)
-    deviation = of_fit.compute_log_deviation(of_fit.sizes(highest))
+    uncut_posterior = sample_posterior(fit, draws=CUT_DRAWS)
+    deviation = uncut_posterior.compute_log_deviation(uncut_posterior.sizes(highest))
     sizes = []
     losses = []
     for below in select_below_cuts(compute, CUT_FRACTIONS):
@@ -220,8 +220,8 @@ def _compute_loss_error(fit: Estimate, posterior: Posterior, beyond: Runs) -> tu
     median = int(np.argsort(errors)[len(beyond) // 2])
     losses = posterior.losses(float(beyond.parameters[median]), float(beyond.tokens[median]))
     low, high = np.quantile(errors, [0.16, 0.84])
-    of_median = float(high - low) / 2 / math.sqrt(len(beyond))
-    deviation = math.hypot(posterior.compute_log_deviation(losses), of_median, 1e-12)
+    median_noise = float(high - low) / 2 / math.sqrt(len(beyond))
+    deviation = math.hypot(posterior.compute_log_deviation(losses), median_noise, 1e-12)
     return float(np.median(errors)), deviation
 
 
