@@ -239,7 +239,7 @@ def _explain(runs: Runs, reading: Reading) -> list[str]:
             origin = formulas[quantity]
             description = ""
         if quantity == "parameters" and column and not description:
-            description = "the column name does not say whether this is total or non-embedding"
+            description = "the column name does not show whether this is total or non-embedding"
         if quantity == "loss" and "bits" not in description and "nats" not in description:
             description = f"nats, of {description}" if description else "nats"
         line = f"  {quantity:<11}{origin:<23} {values.min():.4g} to {values.max():.4g}"

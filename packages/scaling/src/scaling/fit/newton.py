@@ -186,8 +186,7 @@ def _compute_newton_step(
 ) -> Array:
     """Return the Newton step (S, P); `pinned` parameters are at a bound and do not move.
 
-    The entries of pinned parameters in `gradient`, and their rows and columns in `hessian`, are
-    overwritten.
+    Their entries of `gradient`, and their rows and columns of `hessian`, are overwritten.
     """
     gradient[pinned] = 0
     hessian[pinned[:, :, None] | pinned[:, None, :]] = 0

@@ -159,7 +159,7 @@ def compute_run_noise(residuals: Array) -> float:
     """Return the standard deviation of log losses about the law, from n residuals.
 
     The standard deviation is that of the normal distribution that has the 95 % quantile of the
-    absolute residuals. A 95 % interval therefore contains the runs at this rate, even if
+    absolute residuals. A 95 % interval therefore contains 95 % of the runs, even if
     their errors have heavy tails. The factor sqrt(n / (n - 5)) is for the five fitted constants.
     """
     n = len(residuals)
@@ -214,7 +214,7 @@ def measure_drift(fit: Estimate) -> Drift:
 def _compute_loss_error(fit: Estimate, posterior: Posterior, beyond: Runs) -> tuple[float, float]:
     """Return the median error in log loss that `fit` makes on the runs `beyond` its cut.
 
-    Also return the standard deviation that noise alone would give this median.
+    Also return the standard deviation of this median without drift.
     """
     errors = np.log(fit.law.predict(beyond.parameters, beyond.tokens)) - np.log(beyond.loss)
     median = int(np.argsort(errors)[len(beyond) // 2])
