@@ -146,8 +146,8 @@ def compute_scale_deviations(run: Run) -> list[tuple[float, str]]:
     for name, weight in draw_initial_weights(run).items():
         if weight.ndim == 2:
             scale = 1.0 if "embedding" in name else math.sqrt(2 / sum(weight.shape))
-            away = float(weight.double().std()) / (narrowed * scale) - 1
-            scales.append((abs(away) * math.sqrt(2 * weight.numel()), name))
+            difference = float(weight.double().std()) / (narrowed * scale) - 1
+            scales.append((abs(difference) * math.sqrt(2 * weight.numel()), name))
         else:
             scales.append((math.inf if (weight != 1).any() else 0.0, name))
     return scales

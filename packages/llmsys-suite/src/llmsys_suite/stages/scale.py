@@ -23,7 +23,7 @@ GRID = ((1.35e8, (4, 6, 10, 14)), (2.7e8, (4, 8, 12, 16)), (5.8e8, (6, 10, 14, 2
 SEEDS = 2
 #: Factor between the budgets of consecutive seeds. More budgets give the fit more loss curves. For
 #: equal total time, this narrows the interval of the fit more than budgets that are further apart.
-APART = 1.1
+SEED_BUDGET_FACTOR = 1.1
 #: The law is evaluated at this multiple of the largest budget.
 EXTRAPOLATION_FACTOR = 3
 ROWS = 16
@@ -48,7 +48,7 @@ def run(run: Run) -> Scale | None:
 def plan_runs(config: RunConfig) -> list[PlannedRun]:
     """Return the planned runs of all ranks."""
     return [
-        (config.steps * budget * APART**i, width, config.seed + i)
+        (config.steps * budget * SEED_BUDGET_FACTOR**i, width, config.seed + i)
         for i in range(SEEDS)
         for budget, widths in GRID
         for width in widths

@@ -167,7 +167,7 @@ def _compute_differences(
     """Return (`compute_loss_difference`, description) for each loss of each variant."""
     differences = []
     for variant, curve in curves.items():
-        for step, (actual, wanted) in enumerate(zip(curve, expected, strict=False)):
-            where = f"{variant} step {step}: {actual:.9g}, {wanted:.9g}"
-            differences.append((compute_loss_difference(actual, wanted), where))
+        for step, (actual, reference) in enumerate(zip(curve, expected, strict=False)):
+            where = f"{variant} step {step}: {actual:.9g}, {reference:.9g}"
+            differences.append((compute_loss_difference(actual, reference), where))
     return differences
