@@ -1,7 +1,4 @@
-"""Evidence: measurements of the audit itself for the checks of `plan` and `train`.
-
-The audit uses other methods than the stages.
-"""
+"""Evidence: the audit's own measurements for `plan` and `train`, by other methods than theirs."""
 
 from __future__ import annotations
 
@@ -72,7 +69,7 @@ def compute_evidence(run: Run) -> dict[str, Any]:
             losses, rounding_factors = replay(run, draw_initial_weights(run), REPLAYED)
             evidence |= {"trajectory": losses, "rounding_factors": rounding_factors}
     if run.rank == 0:
-        # The dtype of the run decides the size of activations.
+        # The dtype of the run determines the size of activations.
         evidence["saved_bytes"] = count_saved_bytes(run)
     return evidence
 

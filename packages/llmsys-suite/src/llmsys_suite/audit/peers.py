@@ -194,10 +194,7 @@ def _are_well_inside_bands(ratios: dict[str, dict[str, float]]) -> bool:
 
 
 def time_call(run: Run, call: Callable[[], object]) -> Sample:
-    """Call `call` once; return its times, in seconds, and the counters of `read_busy_clocks`.
-
-    The times are the wall time, the processor time and the time spent waiting for a core.
-    """
+    """Call `call` once; return its wall, processor and core-wait seconds, and the busy clocks."""
     start_time = read_synchronized_time(run)
     # Both counters are read between the two wall-clock readings, so that the wait does not exceed
     # the wall time.
