@@ -251,13 +251,13 @@ def install_fastest_linears(
         )
     check_weights({name: linear for linear, name in linears.items()})
     replacements: dict[nn.Module, nn.Module] = {}
-    for done, (linear, name) in enumerate(linears.items(), 1):
+    for count, (linear, name) in enumerate(linears.items(), 1):
         layer = make(linear)
         if layer is not None and (layer.reference != "float" or layer.has_faster_implementation()):
             layer.training = linear.training
             replacements[linear] = layer
         if progress is not None:
-            progress(name, done, len(linears))
+            progress(name, count, len(linears))
     model = replace_modules(model, replacements)
     avoid_fused_operators(model)
     # Subclasses of nn.Linear are not replaced, because their forward may differ.
