@@ -53,7 +53,7 @@ class ParameterLoRA(LowRankUpdate, nn.Module):
         return (weight + self.update(weight)).to(weight)
 
     def compute_once(self, owner: nn.Module, _: Any) -> None:
-        """Compute the updated weight before `owner` runs, which may read the weight per expert."""
+        """Compute the updated weight before `owner` runs, which may read it once per expert."""
         parametrizations = cast(Any, owner).parametrizations.values()
         listed = next(listed for listed in parametrizations if listed[-1] is self)
         self.discard()

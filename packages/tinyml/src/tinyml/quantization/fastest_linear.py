@@ -100,7 +100,7 @@ class FastestLinear(Replacement):
         return attach_gradient(self._run_fastest(input.detach()), dense)
 
     def _run_fastest(self, input: Tensor) -> Tensor:
-        # Neither a recording nor an empty input is timed, and too few features are an error.
+        # Recordings and empty inputs are not timed. Inputs of too few features must raise an error.
         if is_captured() or input.numel() < self.in_features:
             return self.compute_untimed(input)
         return self.implementations[self._choose_implementation(input)](self, input)
@@ -162,7 +162,7 @@ class FastestLinear(Replacement):
         """Return True if the layer should replace a layer in float.
 
         The kernel must be clearly faster than float for one of `DECISION_TOKENS`. If float
-        is selected for one token and takes less than `_SMALL_MS`, the result is False.
+        is selected for a single token and takes less than `_SMALL_MS`, the result is False.
         """
         single = self.get_timing(self.make_example(1))
         if single.selected == "float" and single.milliseconds["float"] < _SMALL_MS:
