@@ -121,7 +121,7 @@ class _GoodPart:
         if not ends:
             raise JournalError(
                 f"{self.folder} starts after entry {position} of the log, at which another server "
-                "now ends; restore copies of all servers' folders that were made at one time"
+                "would end; restore copies of all servers' folders that were made at one time"
             )
         return ends[-1]
 
