@@ -316,11 +316,12 @@ def is_catching_sigterm(pid):
     return int(status.split("SigCgt:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("number", "world"),
     [
         pytest.param(signal.SIGINT, 1, id="ctrl-c"),
-        pytest.param(signal.SIGTERM, 2, id="sigterm", marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGTERM, 2, id="sigterm"),
     ],
 )
 def test_an_interrupt_saves_what_was_learned_and_stops(number, world, tmp_path, command):
