@@ -48,6 +48,19 @@ def test_a_model_with_nothing_to_compress_is_refused_by_name(name):
         COMPRESS[name](nn.Sequential(nn.ReLU()))
 
 
+@pytest.mark.parametrize(
+    "compress",
+    [
+        lambda model, layers: prune(model, 0.5, layers=layers),
+        lambda model, layers: quantize(model, 8, layers=layers),
+        lambda model, layers: quantize(model, activations="dynamic", layers=layers),
+    ],
+)
+def test_a_type_instead_of_a_list_of_types_is_refused(compress):
+    with pytest.raises(TypeError, match=r"got Linear; pass layers=\[Linear\]"):
+        compress(nn.Linear(4, 4), nn.Linear)
+
+
 def build_convnet():
     layers = [nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 8), nn.Linear(8, 16)]
     return nn.Sequential(*layers).eval()

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.conversion import compress_weights, make_plain_copy
-from tinyml.layers import QUANTIZABLE, find_protected, get_weight, is_conv1d, put_outputs_first
+from tinyml.layers import (
+    QUANTIZABLE,
+    check_kinds,
+    find_protected,
+    get_weight,
+    is_conv1d,
+    put_outputs_first,
+)
 from tinyml.quantization.fastest_linear import FastestLinear, install_fastest_linears
 from tinyml.quantization.grid import as_rows, compute_grid, widen
 from tinyml.quantization.grid_weight import GridWeight
@@ -53,6 +60,7 @@ def quantize(
     """
     if activations not in ("float", "dynamic", "auto"):
         raise ValueError(f"expected activations 'float', 'dynamic' or 'auto', got {activations!r}")
+    check_kinds(layers)
     if activations != "float" and nn.Linear not in layers:
         raise ValueError(
             f"expected nn.Linear in layers for activations={activations!r}, which replaces linear "
