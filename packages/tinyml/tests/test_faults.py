@@ -48,17 +48,15 @@ def test_a_model_with_nothing_to_compress_is_refused_by_name(name):
         COMPRESS[name](nn.Sequential(nn.ReLU()))
 
 
-@pytest.mark.parametrize(
-    "compress",
-    [
-        lambda model, layers: prune(model, 0.5, layers=layers),
-        lambda model, layers: quantize(model, 8, layers=layers),
-        lambda model, layers: quantize(model, activations="dynamic", layers=layers),
-    ],
-)
-def test_a_type_instead_of_a_list_of_types_is_refused(compress):
-    with pytest.raises(TypeError, match=r"got Linear; pass layers=\[Linear\]"):
-        compress(nn.Linear(4, 4), nn.Linear)
+@pytest.mark.parametrize("activations", ["float", "dynamic"])
+def test_a_single_type_of_layers_counts_as_a_list(activations):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1))
+    listed, single = (
+        quantize(model, activations=activations, layers=layers).state_dict()
+        for layers in ([nn.Linear], nn.Linear)
+    )
+    assert str(listed) == str(single)
+    assert "1.weight" in single
 
 
 def build_convnet():

@@ -71,15 +71,10 @@ def put_outputs_first(layer: nn.Module, weight: Tensor) -> Tensor:
     return weight.t() if is_conv1d(layer) else weight
 
 
-def check_kinds(kinds: object) -> None:
-    """Raise `TypeError` for a single type instead of a sequence of types."""
-    if isinstance(kinds, type):
-        name = kinds.__name__
-        raise TypeError(f"expected a list of types as layers, got {name}; pass layers=[{name}]")
-
-
 def find_layers(
-    model: nn.Module, kinds: Sequence[type[nn.Module]], protect: Sequence[str] = ()
+    model: nn.Module,
+    kinds: Sequence[type[nn.Module]] | type[nn.Module],
+    protect: Sequence[str] = (),
 ) -> dict[str, nn.Module]:
     """Return the layers of these kinds by name; a shared weight is listed under its first layer.
 
@@ -87,7 +82,7 @@ def find_layers(
     weight, as `weight_norm` does, or if `protect` names a layer that uses their weight (see
     `find_protected`). Raise `ValueError` if no layer remains.
     """
-    check_kinds(kinds)
+    kinds = (kinds,) if isinstance(kinds, type) else tuple(kinds)
     layers: dict[str, nn.Module] = {}
     protected = find_protected(model, protect)
     excluded = identify_weights(model, protected)

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.conversion import compress_weights, make_plain_copy
-from tinyml.layers import (
-    QUANTIZABLE,
-    check_kinds,
-    find_protected,
-    get_weight,
-    is_conv1d,
-    put_outputs_first,
-)
+from tinyml.layers import QUANTIZABLE, find_protected, get_weight, is_conv1d, put_outputs_first
 from tinyml.quantization.fastest_linear import FastestLinear, install_fastest_linears
 from tinyml.quantization.grid import as_rows, compute_grid, widen
 from tinyml.quantization.grid_weight import GridWeight
@@ -35,7 +28,7 @@ def quantize(
     group_size: int | None = None,
     symmetric: bool = True,
     activations: Literal["float", "dynamic", "auto"] = "float",
-    layers: Sequence[type[nn.Module]] = QUANTIZABLE,
+    layers: Sequence[type[nn.Module]] | type[nn.Module] = QUANTIZABLE,
     protect: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> nn.Module:
@@ -60,7 +53,7 @@ def quantize(
     """
     if activations not in ("float", "dynamic", "auto"):
         raise ValueError(f"expected activations 'float', 'dynamic' or 'auto', got {activations!r}")
-    check_kinds(layers)
+    layers = (layers,) if isinstance(layers, type) else layers
     if activations != "float" and nn.Linear not in layers:
         raise ValueError(
             f"expected nn.Linear in layers for activations={activations!r}, which replaces linear "
