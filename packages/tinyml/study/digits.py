@@ -110,8 +110,9 @@ def ways(task: Task, model: nn.Module) -> dict[str, tuple[nn.Module, int]]:
         add(f"pruned {percent} %", pruned)
         task.fit(pruned, tune, 1e-3, lambda m=pruned, k=masks: k.apply(m))  # type: ignore[misc]
         add(f"pruned {percent} %, tuned", pruned)
+    example = task.images[task.train[:256]]
     for percent in (30, 50):
-        narrow = prune_channels(model, percent / 100, task.images[:2])
+        narrow = prune_channels(model, percent / 100, example)
         add(f"channels {percent} %", narrow)
         add(f"channels {percent} %, tuned", task.fit(narrow, tune, 1e-3))
     for bits in BITS:

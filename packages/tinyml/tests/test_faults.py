@@ -48,6 +48,17 @@ def test_a_model_with_nothing_to_compress_is_refused_by_name(name):
         COMPRESS[name](nn.Sequential(nn.ReLU()))
 
 
+@pytest.mark.parametrize("activations", ["float", "dynamic"])
+def test_a_single_type_of_layers_counts_as_a_list(activations):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(4, 4, 1))
+    listed, single = (
+        quantize(model, activations=activations, layers=layers).state_dict()
+        for layers in ([nn.Linear], nn.Linear)
+    )
+    assert str(listed) == str(single)
+    assert "1.weight" in single
+
+
 def build_convnet():
     layers = [nn.Conv2d(2, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 8), nn.Linear(8, 16)]
     return nn.Sequential(*layers).eval()

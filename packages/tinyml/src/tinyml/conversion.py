@@ -34,7 +34,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def compress_weights(
     model: nn.Module,
-    kinds: Sequence[type[nn.Module]],
+    kinds: Sequence[type[nn.Module]] | type[nn.Module],
     bits: int | Mapping[str, int],
     compress: Callable[[nn.Module, int], CompressedWeight],
     protect: Sequence[str],

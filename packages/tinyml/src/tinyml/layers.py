@@ -72,7 +72,9 @@ def put_outputs_first(layer: nn.Module, weight: Tensor) -> Tensor:
 
 
 def find_layers(
-    model: nn.Module, kinds: Sequence[type[nn.Module]], protect: Sequence[str] = ()
+    model: nn.Module,
+    kinds: Sequence[type[nn.Module]] | type[nn.Module],
+    protect: Sequence[str] = (),
 ) -> dict[str, nn.Module]:
     """Return the layers of these kinds by name; a shared weight is listed under its first layer.
 
@@ -80,6 +82,7 @@ def find_layers(
     weight, as `weight_norm` does, or if `protect` names a layer that uses their weight (see
     `find_protected`). Raise `ValueError` if no layer remains.
     """
+    kinds = (kinds,) if isinstance(kinds, type) else tuple(kinds)
     layers: dict[str, nn.Module] = {}
     protected = find_protected(model, protect)
     excluded = identify_weights(model, protected)

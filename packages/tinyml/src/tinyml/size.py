@@ -50,8 +50,7 @@ def size_of(model: nn.Module) -> Size:
     by_name: dict[str, int] = {}
     sparse: dict[str, int] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        by_name[name] = tensor.nbytes
-        sparse[name] = tensor.nbytes
+        by_name[name] = sparse[name] = tensor.nbytes
         if tensor.is_floating_point():
             bitmap_bytes = -(-tensor.numel() // 8)
             value_bytes = int(has_value(tensor).sum()) * tensor.itemsize

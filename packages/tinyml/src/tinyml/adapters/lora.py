@@ -50,15 +50,14 @@ class LowRankUpdate:
         """Create A (matrices * rank, in), uniform, and B (out, rank * matrices), zero.
 
         `sizes` are (out, in) of each matrix in `weight`; `alpha` is `rank` by default. The factors
-        of a 16-bit weight are float32. Raise `ValueError` if the rank is not between 1 and the
-        smaller size, if alpha is not finite, or if the weight is sparse, not finite or not of
-        `FLOAT_TYPES`.
+        of a 16-bit weight are float32. Raise `ValueError` if the rank is less than 1, if alpha is
+        not finite, or if the weight is sparse, not finite or not of `FLOAT_TYPES`.
         """
         check_strided("an adapted weight", weight)
         outputs, inputs = sizes
         rank = operator.index(rank)
-        if not 1 <= rank <= min(sizes):
-            raise ValueError(f"expected 1 <= rank <= {min(sizes)}, got {rank}")
+        if rank < 1:
+            raise ValueError(f"expected rank >= 1, got {rank}")
         if alpha is not None and not math.isfinite(alpha):
             raise ValueError(f"expected a finite alpha, got {alpha}")
         if weight.device.type != "meta":
@@ -83,9 +82,9 @@ class LoRA(LowRankUpdate, Replacement):
     """A frozen linear layer with a trainable update of rank `rank`.
 
     The update is multiplied by `alpha` / `rank`; `alpha` is `rank` by default. `dropout` applies to
-    the inputs of the update. Raises `TypeError` for other layers, and if the layer does not return
-    the product with its weight, plus its bias. Raises `ValueError` if `dropout` would have no
-    effect, and for an invalid rank, alpha or weight.
+    the inputs of the update in training mode. The mode is that of the layer. Raises `TypeError` for
+    other layers, and if the layer does not return the product with its weight, plus its bias.
+    Raises `ValueError` if `dropout` would have no effect, and for an invalid rank, alpha or weight.
     """
 
     def __init__(
@@ -106,7 +105,8 @@ class LoRA(LowRankUpdate, Replacement):
                 f"dropout={dropout}, which would have no effect; pass dropout=0, or exclude the "
                 "layer with protect"
             )
-        self.dropout = nn.Dropout(dropout)
+        self.training = base.training
+        self.dropout = nn.Dropout(dropout).train(base.training)
         outputs, inputs = weight.t().shape if self.transposed else weight.shape
         self.create_factors(weight, (outputs, inputs), rank, alpha)
         is_plain = "forward" not in vars(base) and type(base).forward is nn.Linear.forward

@@ -16,11 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tinyml.adapters.insertion import (
-    insert_adapters,
-    require_adapters,
-    require_no_adapters,
-)
+from tinyml.adapters.insertion import insert_adapters, require_adapters, require_no_adapters
 from tinyml.adapters.lora import LoRA
 from tinyml.adapters.parameter_lora import (
     ParameterLoRA,

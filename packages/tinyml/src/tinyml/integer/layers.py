@@ -44,7 +44,7 @@ from tinyml.quantization.products import EXACT_IN_FLOAT32
 #: The number of float64 values that fit in a processor's cache.
 _CACHED_VALUES = 2**16
 #: A sum of at most this number of products of int8 codes and a bias is within int32.
-MAX_INT32_PRODUCTS = 2**15
+_MAX_INT32_PRODUCTS = 2**15
 
 
 class IntegerMatMul(nn.Module):
@@ -86,7 +86,7 @@ class IntegerMatMul(nn.Module):
     @property
     def has_int32_sums(self) -> bool:
         """Return True if no sum of products and bias can exceed int32."""
-        return self.weight[0].numel() <= MAX_INT32_PRODUCTS
+        return self.weight[0].numel() <= _MAX_INT32_PRODUCTS
 
     def forward(self, codes: Tensor) -> Tensor:
         """Map int8 codes (n, channels, height, width) or (..., features) to int8 codes."""

@@ -45,9 +45,10 @@ def prune_channels(
     of their importance, divided by the mean of the nonzero roots in their group.
 
     `inputs` are a typical example for `model(*inputs)`. By default, a unit's importance is the sum
-    of w^2 E[x^2] over the weights w that read it and their inputs x. The module
-    `tinyml.pruning.importance` describes the other criteria. For "taylor", `loss` is a function of
-    the model that returns the loss on typical data. Units that are always zero are removed first.
+    of w^2 E[x^2] over the weights w that read it and their inputs x. The mean is that of the
+    example, which should be a batch such as 256 images. `tinyml.pruning.importance` describes the
+    other criteria. For "taylor", `loss` is a function of the model that returns the loss on typical
+    data. Units that are always zero are removed first.
 
     The configuration of a transformers model receives the new sizes. If it cannot express them,
     `save_pretrained` raises an error.

@@ -81,7 +81,7 @@ def prune(
     model: nn.Module,
     sparsity: float | Mapping[str, float],
     *,
-    layers: Sequence[type[nn.Module]] = PRUNABLE,
+    layers: Sequence[type[nn.Module]] | type[nn.Module] = PRUNABLE,
     protect: Sequence[str] = (),
 ) -> Pruned:
     """Return a copy of `model` with the weights of smallest magnitude set to zero, and the masks.

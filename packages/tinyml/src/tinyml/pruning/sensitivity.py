@@ -39,7 +39,7 @@ def sensitivity(
     *,
     amounts: Sequence[float] = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
     compress: Callable[[Tensor, float], Tensor] = prune_weight,
-    layers: Sequence[type[nn.Module]] = PRUNABLE,
+    layers: Sequence[type[nn.Module]] | type[nn.Module] = PRUNABLE,
     protect: Sequence[str] = (),
 ) -> Sensitivity:
     """Return the metric of the model with one layer compressed, for every layer and amount.

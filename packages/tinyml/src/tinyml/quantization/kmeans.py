@@ -28,7 +28,7 @@ def kmeans_quantize(
     model: nn.Module,
     bits: int | Mapping[str, int],
     *,
-    layers: Sequence[type[nn.Module]] = QUANTIZABLE,
+    layers: Sequence[type[nn.Module]] | type[nn.Module] = QUANTIZABLE,
     protect: Sequence[str] = (),
 ) -> nn.Module:
     """Return a copy of `model` in which the weights of each layer have at most 2^bits values.

@@ -28,7 +28,7 @@ def quantize(
     group_size: int | None = None,
     symmetric: bool = True,
     activations: Literal["float", "dynamic", "auto"] = "float",
-    layers: Sequence[type[nn.Module]] = QUANTIZABLE,
+    layers: Sequence[type[nn.Module]] | type[nn.Module] = QUANTIZABLE,
     protect: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> nn.Module:
@@ -53,6 +53,7 @@ def quantize(
     """
     if activations not in ("float", "dynamic", "auto"):
         raise ValueError(f"expected activations 'float', 'dynamic' or 'auto', got {activations!r}")
+    layers = (layers,) if isinstance(layers, type) else layers
     if activations != "float" and nn.Linear not in layers:
         raise ValueError(
             f"expected nn.Linear in layers for activations={activations!r}, which replaces linear "

@@ -23,7 +23,7 @@ def prepare_qat(
     *,
     group_size: int | None = None,
     learn_scale: bool = False,
-    layers: Sequence[type[nn.Module]] = QUANTIZABLE,
+    layers: Sequence[type[nn.Module]] | type[nn.Module] = QUANTIZABLE,
     protect: Sequence[str] = (),
 ) -> nn.Module:
     """Return a copy of `model` for training, whose layers compute with rounded weights.
