@@ -29,7 +29,7 @@ from worker_pool import run_ranks, try_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 
 from worker_pool import run_on_shared_ranks
-from zero import FSDP, load_checkpoint
+from zero import FSDP, fully_shard, load_checkpoint
 from zero.fsdp.unit import UnitState
 from zero_training import assert_alike, build_pair, compute_mean_square, draw_batch, make, train
 
@@ -187,11 +187,15 @@ def test_reshard_after_forward_and_prefetch_do_not_change_results():
         assert gathered["kept"] < gathered["usual"]
 
 
-def ignore_parameters():
+def ignore_parameters(is_ignored_by_inner_call):
     model = make()
     model[0].weight.data.add_(dist.get_rank())
     apart = model[0].weight
-    model = FSDP(model, ignored_params={apart})
+    if is_ignored_by_inner_call:
+        fully_shard(model[0], ignored_params={apart})
+        fully_shard(model)
+    else:
+        model = FSDP(model, ignored_params={apart})
     compute_mean_square(model, draw_batch(0, dist.get_rank())).backward()
     # The values stay different on each rank and are not averaged; clipping includes them.
     before = apart.grad.clone()
@@ -200,8 +204,9 @@ def ignore_parameters():
     return apart.data.sum().item(), before.sum().item()
 
 
-def test_ignored_parameters_are_not_synchronized():
-    (a, b), (c, d) = run_on_shared_ranks(ignore_parameters, 2)
+@pytest.mark.parametrize("is_ignored_by_inner_call", [False, True])
+def test_ignored_parameters_are_not_synchronized(is_ignored_by_inner_call):
+    (a, b), (c, d) = run_on_shared_ranks(ignore_parameters, 2, is_ignored_by_inner_call)
     assert c - a == pytest.approx(35)
     assert b != d
 

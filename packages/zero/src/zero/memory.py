@@ -220,9 +220,8 @@ def _count_bytes_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
     """Return the tensors that a rank stores at this moment, by kind, without activations."""
-    units = _find_units(model)
     parameters: list[Tensor] = [*model.parameters()]
-    parameters += [tensor for unit in units for tensor in (unit.shard, unit.full)]
+    parameters += [tensor for unit in _find_units(model) for tensor in (unit.shard, unit.full)]
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     gradients = [g for g in grads if not isinstance(g, AveragedGradient)]
     inner = optimizer
