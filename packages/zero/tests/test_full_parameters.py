@@ -44,6 +44,7 @@ def use_state_dicts_of_torch(folder):
     expected = make().state_dict()
     full = StateDictOptions(full_state_dict=True)
     everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    not_strict = StateDictOptions(full_state_dict=True, strict=False)
     for wrapped, prefix in ((True, "module."), (False, "")):
 
         def part(model, wrapped=wrapped):
@@ -71,6 +72,10 @@ def use_state_dicts_of_torch(folder):
         state = whole if dist.get_rank() == 0 else {}
         set_model_state_dict(part(other), state, options=everywhere)
         check(other)
+        partial = {k: torch.zeros_like(v) for k, v in whole.items() if k.endswith("0.bias")}
+        zeros = {k.removeprefix(prefix): v for k, v in partial.items()}
+        set_model_state_dict(part(other), partial, options=not_strict)
+        assert are_same(other.gather_full_params(), {**expected, **zeros})
     plain = make(4)
     load_checkpoint(f"{folder}/False", plain)
     assert are_same(plain.state_dict(), expected)
