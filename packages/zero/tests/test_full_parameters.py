@@ -29,7 +29,7 @@ from worker_pool import run_ranks, try_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 
 from worker_pool import run_on_shared_ranks
-from zero import FSDP, load_checkpoint
+from zero import FSDP, fully_shard, load_checkpoint
 from zero.fsdp.unit import UnitState
 from zero_training import assert_alike, build_pair, compute_mean_square, draw_batch, make, train
 
@@ -44,6 +44,7 @@ def use_state_dicts_of_torch(folder):
     expected = make().state_dict()
     full = StateDictOptions(full_state_dict=True)
     everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    not_strict = StateDictOptions(full_state_dict=True, strict=False)
     for wrapped, prefix in ((True, "module."), (False, "")):
 
         def part(model, wrapped=wrapped):
@@ -71,6 +72,10 @@ def use_state_dicts_of_torch(folder):
         state = whole if dist.get_rank() == 0 else {}
         set_model_state_dict(part(other), state, options=everywhere)
         check(other)
+        partial = {k: torch.zeros_like(v) for k, v in whole.items() if k.endswith("0.bias")}
+        zeros = {k.removeprefix(prefix): v for k, v in partial.items()}
+        set_model_state_dict(part(other), partial, options=not_strict)
+        assert are_same(other.gather_full_params(), {**expected, **zeros})
     plain = make(4)
     load_checkpoint(f"{folder}/False", plain)
     assert are_same(plain.state_dict(), expected)
@@ -187,11 +192,15 @@ def test_reshard_after_forward_and_prefetch_do_not_change_results():
         assert gathered["kept"] < gathered["usual"]
 
 
-def ignore_parameters():
+def ignore_parameters(is_ignored_by_inner_call):
     model = make()
     model[0].weight.data.add_(dist.get_rank())
     apart = model[0].weight
-    model = FSDP(model, ignored_params={apart})
+    if is_ignored_by_inner_call:
+        fully_shard(model[0], ignored_params={apart})
+        fully_shard(model)
+    else:
+        model = FSDP(model, ignored_params={apart})
     compute_mean_square(model, draw_batch(0, dist.get_rank())).backward()
     # The values stay different on each rank and are not averaged; clipping includes them.
     before = apart.grad.clone()
@@ -200,8 +209,9 @@ def ignore_parameters():
     return apart.data.sum().item(), before.sum().item()
 
 
-def test_ignored_parameters_are_not_synchronized():
-    (a, b), (c, d) = run_on_shared_ranks(ignore_parameters, 2)
+@pytest.mark.parametrize("is_ignored_by_inner_call", [False, True])
+def test_ignored_parameters_are_not_synchronized(is_ignored_by_inner_call):
+    (a, b), (c, d) = run_on_shared_ranks(ignore_parameters, 2, is_ignored_by_inner_call)
     assert c - a == pytest.approx(35)
     assert b != d
 

@@ -985,7 +985,8 @@ def penalize_by_averages(stage):
         compute_loss(model, 0, rank).backward()
         for parameter in model.parameters():
             assert not parameter.grad.is_shared()
-            assert parameter.grad.data_ptr() == 0
+            assert parameter.grad.data_ptr() == parameter.grad.untyped_storage().data_ptr() == 0
+            assert not parameter.grad.untyped_storage().is_shared()
             copied = copy.deepcopy(parameter.grad)
             assert copied.full_tensor().equal(parameter.grad.full_tensor())
             parameter.data = parameter.data - parameter.grad

@@ -245,7 +245,7 @@ def train_unevenly(stage):
             for micro in range(3):
                 with ours.no_sync() if micro == 1 else nullcontext():
                     loss(model, step, micro, rank).backward()
-            ours.clip_grad_norm_(0.1)
+            ours.clip_grad_norm_(0.1, 1.0 + step)
             if step == 0 and rank == 0:
                 with pytest.raises(RuntimeError, match=r"clip with ShardedOptimizer\.clip_"):
                     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -256,7 +256,7 @@ def train_unevenly(stage):
         for number in range(world):
             for micro in range(3) if step < lengths[number] else ():
                 (loss(twin, step, micro, number) / world).backward()
-        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.1, 1.0 + step)
         theirs.step()
         schedules[1].step()
         theirs.zero_grad()

@@ -28,7 +28,6 @@ from zero.fsdp.fsdp import FSDP, find_fsdps
 from zero.fsdp.shard import find_sharded
 from zero.fsdp.unit import Unit
 from zero.fsdp.wrapping import get_original_name
-from zero.gradients.averaged import AveragedGradient
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.process_groups import DryRun, Group
 
@@ -210,9 +209,8 @@ def _record_moment(
 
 def _count_bytes_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Return the bytes of each kind of tensor, counting each storage once."""
-    by_kind = collect_tensors(model, optimizer)
     counts = {}
-    for kind, tensors in by_kind.items():
+    for kind, tensors in collect_tensors(model, optimizer).items():
         storages = {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
         counts[kind] = sum(storage.nbytes() for storage in storages.values())
     return counts
@@ -220,11 +218,10 @@ def _count_bytes_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
     """Return the tensors that a rank stores at this moment, by kind, without activations."""
-    units = _find_units(model)
     parameters: list[Tensor] = [*model.parameters()]
-    parameters += [tensor for unit in units for tensor in (unit.shard, unit.full)]
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    gradients = [g for g in grads if not isinstance(g, AveragedGradient)]
+    parameters += [tensor for unit in _find_units(model) for tensor in (unit.shard, unit.full)]
+    # The storage of an averaged gradient is empty; the reducer lists its elements.
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     inner = optimizer
     if isinstance(optimizer, ShardedOptimizer):
         gradients += optimizer.reducer.list_tensors()

@@ -82,11 +82,14 @@ class FSDP(UnitSchedule):
         reduce_scatter_tensor: Collective | None = None,
         all_gather_into_tensor: Collective | None = None,
         all_reduce: Collective | None = None,
-        inner: Sequence[FSDP] | None = None,
+        inner: Sequence[FSDP] = (),
     ) -> None:
         super().__init__()
         adopted: set[nn.Parameter] = set()
-        for fsdp in inner or ():
+        self.ignored_params = set(ignored_params)
+        for fsdp in inner:
+            # As in torch, a parameter that was ignored for an inner module stays ignored.
+            self.ignored_params |= fsdp.ignored_params
             for unit in fsdp.units:
                 adopted.update(parameter.shard for parameter in unit.parameters)
         check_module(module, adopted)
@@ -100,10 +103,8 @@ class FSDP(UnitSchedule):
         self.compute_dtype = compute_dtype
         self.prefetch = prefetch
         self.forward_sync_buffers = forward_sync_buffers
-        self.ignored_params = set(ignored_params)
         ignored = adopted | self.ignored_params
         named = list(module.named_parameters(remove_duplicate=False))
-        self._names = [get_original_name(name) for name, _ in named]
         check_parameters(
             [(get_original_name(name), p) for name, p in named if p not in ignored],
             module.named_buffers(),
@@ -122,7 +123,7 @@ class FSDP(UnitSchedule):
             unit.reshard_after_forward = reshard_after_forward
         self.input_dtypes = {}
         self.output_dtypes = {}
-        for fsdp in inner or ():
+        for fsdp in inner:
             self._adopt(fsdp)
         for parameter in {p for _, p in named}.difference(module.parameters()):
             mark_replaced(parameter)
@@ -154,14 +155,14 @@ class FSDP(UnitSchedule):
         full: dict[str, Tensor] = {}
         for unit in self.units:
             full |= unit.gather_full_parameters()
+        named: dict[str, Tensor] = {}
         for wrapped_name, parameter in self.module.named_parameters(remove_duplicate=False):
             name = get_original_name(wrapped_name)
-            if name in full:
-                continue
             sharded = find_sharded(parameter)
-            # `name` is another name of a tied parameter, or a parameter in `ignored_params`.
-            full[name] = full[sharded.name] if sharded else parameter.detach().clone()
-        return {name: full[name] for name in self._names}
+            # Units have a tied parameter under its first name only, and no ignored parameter.
+            first = sharded.name if sharded else name
+            named[name] = full[first] if first in full else parameter.detach().clone()
+        return named
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -43,12 +43,14 @@ class StateDictHooks:
         ) -> None:
             error_messages = rest[-1]
             for name, parameter in parameters.items():
-                unit = parameter.unit
                 value = state.get(prefix + name)
+                if value is parameter.shard:
+                    # torch's `set_model_state_dict` passes the shards of parameters not to load.
+                    continue
                 if isinstance(value, Tensor) and parameter.is_registered(module, name):
                     # After `FSDPModule.unshard` the module may have the full parameter.
-                    unit.set_unsharded_by_caller(False)
-                    unit.mark_changed(parameter)
+                    parameter.unit.set_unsharded_by_caller(False)
+                    parameter.unit.mark_changed(parameter)
                     selected = _select_shard(prefix + name, value, parameter, error_messages)
                     with torch.no_grad():
                         as_plain_shard(parameter.shard).copy_(selected)

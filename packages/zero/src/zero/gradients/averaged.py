@@ -62,7 +62,7 @@ class AveragedGradient(PartialGradient):
         )
         gradient.source_ref = weakref.ref(source)
         if _set_memory_error is not None:
-            _set_memory_error(gradient.untyped_storage()._cdata, _MEMORY_ERROR)
+            _set_memory_error(Tensor.untyped_storage(gradient)._cdata, _MEMORY_ERROR)
         gradient.communicator = source.communicator
         gradient.key = key
         gradient.runs = runs
@@ -131,9 +131,9 @@ class AveragedGradient(PartialGradient):
         """
         return 0
 
-    def is_shared(self) -> bool:
-        """Return False; torch's method does not catch the error of `_MEMORY_ERROR`."""
-        return False
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return an empty storage; some methods of the actual one would end the process."""
+        return torch.UntypedStorage(0, device=self.device)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AveragedGradient({tuple(self.shape)}, {self.dtype}; full_tensor() gathers it)"

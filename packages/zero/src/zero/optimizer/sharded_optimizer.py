@@ -293,19 +293,19 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         finally:
             self.reducer.enabled = before
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Average the remaining gradients, clip all gradients, and return their total norm.
 
         Every rank must call this method.
         """
         if self._uneven_inputs:
-            self._uneven_inputs.announce("clip", max_norm)
+            self._uneven_inputs.announce("clip", (max_norm, norm_type))
         self.reducer.finish()
         # Joined ranks call this method too (`announce`), so collectives are allowed here.
         is_joining = self.communicator.is_joining
         self.communicator.is_joining = False
         try:
-            return nn.utils.clip_grad_norm_(list(self.flat.views), max_norm)
+            return nn.utils.clip_grad_norm_(list(self.flat.views), max_norm, norm_type)
         finally:
             self.communicator.is_joining = is_joining
 

@@ -63,7 +63,7 @@ class UnevenInputs(JoinHook):
         elif name == "buffers":
             optimizer.communicator.broadcast_buffers(optimizer.module, last)
         elif name == "clip":
-            optimizer.clip_grad_norm_(argument)
+            optimizer.clip_grad_norm_(*argument)
         else:
             # LR schedulers ran only on active ranks, so copy the options that they changed.
             for group, options in zip(optimizer.param_groups, argument, strict=True):
