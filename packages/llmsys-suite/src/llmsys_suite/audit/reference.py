@@ -19,13 +19,7 @@ from llmsys_suite import plain
 from llmsys_suite.measure.distance import compute_distance, find_largest_distance
 from llmsys_suite.plain import AdamW, Weights, compute_logits, compute_loss
 
-__all__ = [
-    "AdamW",
-    "compute_distance",
-    "compute_loss",
-    "draw_batch",
-    "find_largest_distance",
-]
+__all__ = ["AdamW", "compute_distance", "compute_loss", "find_largest_distance"]
 
 #: The bytes of a text, or an array of its tokens.
 Tokens = Any

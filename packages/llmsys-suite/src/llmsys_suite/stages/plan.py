@@ -25,9 +25,14 @@ PROCESS_BYTES = 700 * 2**20
 PRODUCTS_SECONDS = 0.5
 
 
+def describe_model(config: RunConfig) -> accounting.Transformer:
+    """Return the run's model as an `accounting` model description."""
+    return get_size(config.size).to_transformer(vocabulary=config.vocabulary)
+
+
 def predict(config: RunConfig) -> Prediction:
     """Return the predicted counts, bytes and FLOPs of the configuration, without torch."""
-    model = get_size(config.size).to_transformer(vocabulary=config.vocabulary)
+    model = describe_model(config)
     parameters = accounting.parameters(model)
     step = accounting.flops(model, seq=config.context, batch=config.rows, attention="full")
     causal = accounting.flops(model, seq=config.context, batch=config.rows)
