@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch.distributed as dist
 from injected_faults import FAULTS, Fault
-from llmsys_suite.audit import probe
+from llmsys_suite.audit import probe, stage_checks
 from llmsys_suite.audit import run as audit
 from llmsys_suite.audit.check import Check
 from llmsys_suite.audit.stage_checks import probed_step
@@ -230,7 +230,9 @@ def shorten_stages() -> Iterator[None]:
             (plan, {"PRODUCTS_SECONDS": 0.2}),
             (links, {"SIZES": (1 << 20,)}),
             (parallel, {"ITERATIONS": 4}),
+            (stage_checks.parallel, {"ITERATIONS": 4}),
             (evaluation, {"WRITTEN_TOKENS": 2, "HELDOUT_ROWS": 8}),
+            (stage_checks.learn, {"HELDOUT_ROWS": 8}),
             (scale, {"GRID": tuple((c, (4, 8, 12, 16)) for c in (2.5e7, 5e7, 1e8)), "SEEDS": 1}),
         ):
             stack.enter_context(mock.patch.multiple(module, **values))

@@ -127,6 +127,20 @@ def test_a_missing_library_is_refused_before_the_run(monkeypatch):
         tokens.require_tokenizer(CONFIG)
 
 
+def test_a_prompt_is_encoded_line_by_line_like_the_training_text(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    # Like the tokens of Llama 3, a token of this file can span two lines.
+    vocabulary = {"a": 0, "\n": 1, "\n\n": 2}
+    Tokenizer(models.BPE(vocabulary, [("\n", "\n")])).save(str(tmp_path / "file.json"))
+    (tmp_path / "text").write_text("a\n\n" * 600)
+    config = replace(CONFIG, data=tmp_path / "text", tokenizer=str(tmp_path / "file.json"))
+    tokens.write_tokens(config, tmp_path)
+    codec = tokens.load_codec(config, tmp_path)
+    assert codec.encode("a\n\na\n") == tokens.load(tmp_path).train[:5].tolist()
+    assert codec.encode("\udcffa") == [0]  # a byte of the command line that is not UTF-8
+
+
 def test_a_text_of_too_few_tokens_is_refused(tmp_path):
     (tmp_path / "text").write_text(SENTENCES)
     config = replace(CONFIG, data=tmp_path / "text", context=500, vocabulary=300)

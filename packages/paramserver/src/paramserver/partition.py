@@ -1,8 +1,8 @@
 """Partition of the parameters over servers.
 
-Parameters are split into shards of equal size, if necessary in the middle of a tensor. Splitting a
-tensor does not change the updates of an elementwise optimizer such as SGD or Adam. Optimizers that
-use whole tensors, such as Adafactor or Muon, need a single server.
+Parameters are split into shards of equal size, if necessary in the middle of a tensor. Except for
+rounding in 16 bits, splitting does not change the updates of an elementwise optimizer such as SGD.
+Optimizers that use whole tensors, such as Adafactor or Muon, need a single server.
 
 A shard is one flat buffer of bytes, and its pieces are views of the buffer. The data of a pull or
 push are therefore sent as one block.

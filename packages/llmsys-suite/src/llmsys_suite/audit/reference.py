@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,7 @@ from llmsys_suite import plain
 from llmsys_suite.measure.distance import compute_distance, find_largest_distance
 from llmsys_suite.plain import AdamW, Weights, compute_logits, compute_loss
 
-__all__ = [
-    "AdamW",
-    "compute_distance",
-    "compute_logits",
-    "compute_loss",
-    "draw_batch",
-    "find_largest_distance",
-]
+__all__ = ["AdamW", "compute_distance", "compute_loss", "find_largest_distance"]
 
 #: The bytes of a text, or an array of its tokens.
 Tokens = Any
@@ -124,11 +117,9 @@ def draw_batch(
 
 
 def compute_row_digests(rows: tuple[Tensor, Tensor]) -> list[str]:
-    """Return the `compute_row_digest` of each pair of rows of tokens and targets."""
-    return [compute_row_digest(x.tolist(), y.tolist()) for x, y in zip(*rows, strict=True)]
-
-
-def compute_row_digest(tokens: Sequence[int], targets: Sequence[int]) -> str:
-    """Return twelve hexadecimal digits of the SHA-256 of one row, with four bytes per token."""
-    token_bytes, target_bytes = (np.array(row, "<i4").tobytes() for row in (tokens, targets))
-    return hashlib.sha256(token_bytes + b"\0" + target_bytes).hexdigest()[:12]
+    """Return twelve hexadecimal digits of the SHA-256 of each row, with four bytes per token."""
+    digests = []
+    for row in zip(*rows, strict=True):
+        x, y = (np.array(part.tolist(), "<i4").tobytes() for part in row)
+        digests.append(hashlib.sha256(x + b"\0" + y).hexdigest()[:12])
+    return digests

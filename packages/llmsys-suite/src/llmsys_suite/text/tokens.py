@@ -70,8 +70,9 @@ class TokenizerCodec:
         return 1 + max(self._tokenizer.get_vocab().values(), default=-1)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Return the tokens of a text, whose lines are encoded separately as in training."""
+        *lines, last_line = text.encode(errors="surrogateescape").split(b"\n")
+        return self.encode_lines([*(line + b"\n" for line in lines), last_line])
 
     def encode_lines(self, lines: list[bytes]) -> list[int]:
         """Return the concatenated tokens of several lines, which are encoded in parallel."""

@@ -27,6 +27,8 @@ from llmsys_suite.stages import compress
 
 #: The methods that round to a linear grid, and the bits of the grid.
 BITS = {"linear, 8 bits": 8, "linear, 4 bits": 4}
+#: Number of windows of the held-out text on which the stage measures its losses.
+HELDOUT_ROWS = 16
 #: Rounds of the audit's own timing.
 ROUNDS = 3
 #: Bits of a codebook. With b bits, a weight has at most 2**b distinct values, and more than
@@ -126,7 +128,7 @@ def _compute_exact_loss(run: Run) -> float:
     assert isinstance(run.trained, Decoder)
     config = run.config
     heldout = reference.build_evenly_spaced_batch(
-        read_parts(config)[1], compress.HELDOUT_ROWS, config.context
+        read_parts(config)[1], HELDOUT_ROWS, config.context
     )
     weights = inputs.get_float64_parameters(run.trained)
     return reference.compute_mean_loss(

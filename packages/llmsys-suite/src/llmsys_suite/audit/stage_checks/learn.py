@@ -20,12 +20,15 @@ from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import LOSS, REPLAYED_LOSS, compute_loss_tolerance
 from llmsys_suite.config import count_restarts
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.learning import choice, evaluation
+from llmsys_suite.learning import choice
 from llmsys_suite.learning.state import CHECKPOINT, DEFAULT_STEPS
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import learn
 from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.initial_weights import build_seeded_model
+
+#: Number of windows of the held-out text on which `learn` measures its loss.
+HELDOUT_ROWS = 64
 
 
 def check_records(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
@@ -96,7 +99,7 @@ def _check_losses(run: Run, result: results.Learn) -> Iterator[Check]:
     allowed = compute_loss_tolerance(config, REPLAYED_LOSS)
     _, held_out = read_parts(config)
     rows = move_to_device(
-        run, reference.build_evenly_spaced_batch(held_out, evaluation.HELDOUT_ROWS, config.context)
+        run, reference.build_evenly_spaced_batch(held_out, HELDOUT_ROWS, config.context)
     )
     stored = load_file(run.out / MODEL)
     weights = {name: w.to(run.device).double() for name, w in stored.items()}
@@ -126,8 +129,7 @@ def _check_continuation(run: Run, result: results.Learn, source: Path) -> Iterat
     loss, _, weights, _ = probed_step.repeat_step(run, result, checkpoint, step)
     allowed = compute_loss_tolerance(run.config, REPLAYED_LOSS)
     stored = Sources("reported", "the checkpoint's weights in float64")
-    name = "first loss after the checkpoint"
-    yield stored.check_loss(name, loss, result.losses[step], allowed)
+    yield stored.check_loss("first loss after the checkpoint", loss, result.losses[step], allowed)
     if step + 1 < len(result.losses):
         # The second loss depends on the first step, which depends on the checkpoint's moments.
         batch = probed_step.draw_learn_batch(run, result, step + 1)

@@ -18,11 +18,15 @@ from llmsys_suite.ranks.rank import Run
 Rounds = dict[str, list[float]]
 #: Number of rounds in which the audit times the contenders of a stage.
 ROUNDS = 15
+#: Number of rounds in which the stages `attention` and `compress` time their contenders.
+STAGE_ROUNDS = 7
 
 
 def check_totals(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iterator[Check]:
-    """Compare the sum of all timings with a second clock, and reported medians with the timings."""
+    """Check the number of rounds, their sum by a second clock, and reported medians."""
     rounds = interleaved.seconds
+    counts = [(STAGE_ROUNDS, len(seconds), name) for name, seconds in rounds.items()]
+    yield Sources("timings", "the definition of the stage").check_all_equal("rounds", counts)
     clocked = interleaved.clocked_s
     total = sum(map(sum, rounds.values()))
     yield Sources("their sum", "another clock").check_between(

@@ -87,13 +87,6 @@ class Record:
                     missing.append(f"{name} does not have one sample per step on rank {rank}")
         return missing
 
-    def compute_slowest_seconds(self) -> dict[str, dict[int, float]]:
-        """Return {variant: {step: seconds of the slowest rank}} by the second clock.
-
-        Warm-up steps are left out.
-        """
-        return self.reduce_by_step(compute_clocked_seconds, max)
-
     def reduce_by_step(
         self, seconds_of: Callable[[Sample], float], reduce: Callable[[list[float]], float]
     ) -> dict[str, dict[int, float]]:

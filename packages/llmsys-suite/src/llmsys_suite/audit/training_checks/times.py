@@ -70,7 +70,7 @@ def check_reported_times(record: Record) -> Iterator[Check]:
     The percentiles of the ratios are compared with the recorder's times. One disturbed reading of
     the second clock could move them, and `check_steps` compares the recorder with that clock.
     """
-    slowest = record.compute_slowest_seconds()
+    slowest = record.reduce_by_step(compute_clocked_seconds, max)
     recorded = record.reduce_by_step(lambda sample: float(sample["seconds"]), max)
     flops = record.evidence["model_counts"]["flops_causal"]
     step_ms = []
