@@ -174,11 +174,11 @@ def _require_nats(reading: Reading, column: Column, other: Column) -> None:
     Either the loss is in bits, or the perplexity is 2 to the power of a loss in nats. A perplexity
     of other text, or of another stage of the training, does not have this ratio in every row.
     """
-    is_confirmed = "loss" in reading.units or column.description not in ("", "training")
-    if is_confirmed or not other.description.endswith("perplexity"):
+    is_known = "loss" in reading.units or column.description not in ("", "training")
+    if is_known or not other.description.endswith("perplexity"):
         return
     ratio = np.log(_parse_plausible(reading, "loss", other)) / reading.values["loss"]
-    if np.isnan(ratio).all() or np.nanmax(np.abs(ratio / math.log(2) - 1)) > ROUNDING:
+    if not (np.abs(ratio / math.log(2) - 1) <= ROUNDING).all():
         return
     raise ValueError(
         f"column {column.name!r} may be in bits, because ln {other.name!r} is ln 2 times this loss"
