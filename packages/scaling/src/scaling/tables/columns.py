@@ -12,16 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.tables.cells import flag_blank_cells, list_some, parse_numbers, require_unambiguous
-from scaling.tables.derived import TIMES, classify_factor, list_token_products
 from scaling.tables.grouping import SAME_TOKENS
-from scaling.tables.names import (
-    WORDS,
-    Column,
+from scaling.tables.matching import (
+    TIMES,
     Match,
+    classify_factor,
     format_ambiguity,
-    parse_text_unit,
-    split_words,
+    list_token_products,
 )
+from scaling.tables.names import WORDS, Column, parse_text_unit, split_words
 from scaling.tables.scales import SMALLEST_MEDIAN
 from scaling.tables.states import is_true
 from scaling.tables.table import Reading, Table

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.tables.cells import flag_blank_cells, list_some, parse_numbers
-from scaling.tables.derived import TIMES, classify_factor
 from scaling.tables.grouping import (
     DESIGN_TOLERANCES,
     SAME_SIZE,
@@ -22,6 +21,7 @@ from scaling.tables.grouping import (
     encode_designs,
     encode_settings,
 )
+from scaling.tables.matching import TIMES, classify_factor
 from scaling.tables.names import (
     WORDS,
     find_set_word,
