@@ -1243,7 +1243,7 @@ def test_full_count_in_a_column_with_a_unit_is_refused_with_its_cell(column, nam
     cells = [count / unit for count in counts]
     np.testing.assert_allclose(getattr(load_runs(table | {name: cells}), key), counts)
     # Two of three rows are full counts, so they are not the exception.
-    message = rf"is in units of 1e\+.* row [23] is .* confirm the numbers with units=.'{key}': 1e\+"
+    message = rf"in units of 1e\+.* row [23] means .* confirm the numbers with units=.'{key}': 1e\+"
     with pytest.raises(ValueError, match=message):
         load_runs(table | {name: [cells[0], *counts[1:]]})
 

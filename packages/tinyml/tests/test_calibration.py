@@ -452,7 +452,7 @@ def test_a_batch_may_be_a_list_of_one_tensor_but_not_of_several():
     model, batches = nn.Sequential(nn.Linear(16, 4)), torch.randn(2, 8, 16)
     result = gptq(model, DataLoader(TensorDataset(batches.flatten(0, 1)), batch_size=8))
     assert torch.equal(result[0].weight, gptq(model, list(batches))[0].weight)
-    with pytest.raises(TypeError, match=r"got a list; a batch is .* pass the inputs only"):
+    with pytest.raises(TypeError, match=r"got a list; a batch is .* pass only the inputs"):
         gptq(model, [[batches[0], torch.zeros(8)]])
 
 

@@ -447,7 +447,7 @@ def test_what_has_no_integer_form_says_so(layer, message):
 def test_no_calibration_says_so(batches):
     with pytest.raises(ValueError, match=r"at least one"):
         IntegerModel(nn.Sequential(nn.Linear(2, 2)), batches)
-    with pytest.raises(TypeError, match=r"got a list; of pairs .* pass the inputs only"):
+    with pytest.raises(TypeError, match=r"got a list; if batches are pairs .* only the inputs"):
         IntegerModel(nn.Sequential(nn.Linear(2, 2)), [[torch.ones(4, 2), torch.ones(4)]])
 
 

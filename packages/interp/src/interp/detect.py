@@ -265,10 +265,10 @@ def _compute_log_bound(
     if not len(row):
         return pattern.new_zeros(pattern.shape[1])
     weights = pattern[row, :, query]  # [n, heads, seq_k]
-    wanted = targets[row, query].to(pattern)  # [n, seq_k]
+    is_target = targets[row, query].to(pattern)  # [n, seq_k]
     visible_keys = visible[row, query]  # [n, seq_k]
-    attained = torch.einsum("nhk,nk->nh", weights, wanted)
-    scaled = wanted.sum(-1)[:, None, None] * weights
+    attained = torch.einsum("nhk,nk->nh", weights, is_target)
+    scaled = is_target.sum(-1)[:, None, None] * weights
     scaled = scaled.masked_fill(~visible_keys[:, None], float("-inf"))
     log_keys = visible_keys.sum(-1).to(pattern).log()[:, None]
     # For each t, the log of the mean over keys, [n, heads].

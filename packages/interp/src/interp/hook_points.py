@@ -143,7 +143,8 @@ def _build_points(decoder: Any) -> dict[str, Activation]:
     if decoder.position is not None and not decoder.settings.positions_in_attention:
         points["hook_pos_embed"] = Activation("position")
     for i, block in enumerate(decoder.blocks):
-        name, attention = f"blocks.{i}", block.attention
+        name = f"blocks.{i}"
+        attention = block.attention
         points[f"{name}.hook_resid_pre"] = Activation(f"{name}:input")
         points |= _build_scale_point(f"{name}.ln1", f"{name}.norm1", block.norm1)
         for part in "qkv":

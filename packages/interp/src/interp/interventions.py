@@ -93,8 +93,8 @@ def knock_out_attention(
         blocked[blocked_heads[:, None, None], query_index[:, None], key_index] = True
         wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
         remaining = wide.masked_fill(blocked, 0.0)
-        # The sum of a row is below 1 because of its sink or of rounding errors. Each weight has an
-        # error of at most half a unit, and the error of the sum grows with the number of keys.
+        # The sum of a row is below 1 because of its sink or of rounding errors. Each weight has a
+        # relative error of at most eps / 2, and the error of the sum grows with the number of keys.
         sink = 1 - wide.sum(-1, keepdim=True)
         sum_units = 4 + num_keys**0.5
         rounding = torch.finfo(pattern.dtype).eps / 2 + sum_units * torch.finfo(wide.dtype).eps
@@ -111,14 +111,14 @@ def knock_out_attention(
     return knock_out
 
 
-def _make_index_tensor(indices: Sequence[int], what: str) -> Tensor:
+def _make_index_tensor(indices: Sequence[int], noun: str) -> Tensor:
     """Return indices as a tensor; raise ValueError for a single number, a mask and floats."""
     if isinstance(indices, int):
-        raise ValueError(f"expected a sequence of {what}, got {indices}; pass [{indices}]")
+        raise ValueError(f"expected a sequence of {noun}, got {indices}; pass [{indices}]")
     index = torch.tensor(list(indices)) if len(indices) else torch.empty(0, dtype=torch.long)
     if index.dtype == torch.bool or index.is_floating_point():
         raise ValueError(
-            f"expected indices of {what}, got {index.dtype}; for a mask pass mask.nonzero()[:, 0]"
+            f"expected indices of {noun}, got {index.dtype}; for a mask pass mask.nonzero()[:, 0]"
         )
     return index
 

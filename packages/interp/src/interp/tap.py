@@ -184,10 +184,7 @@ def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
 def install_hooks(
     model: nn.Module, actions: Mapping[str, Callable[[Tensor], Tensor | None]]
 ) -> Iterator[None]:
-    """Call each action with the tensor at its site, and replace the tensor by a returned tensor.
-
-    The hooks are removed on exit.
-    """
+    """Until exit, call each action with the tensor at its site; a returned tensor replaces it."""
     handles = []
     try:
         for site, action in actions.items():

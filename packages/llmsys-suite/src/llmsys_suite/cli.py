@@ -25,7 +25,7 @@ app = typer.Typer(
 )
 USAGE_ERROR = 2
 #: Exit status of `compare --fail-above` if the samples cannot show whether a variant is slower.
-CANNOT_TELL = 3
+UNDECIDED = 3
 
 
 def main() -> None:
@@ -223,7 +223,7 @@ def _report_fail_above(rows: list[Comparison], percent: float) -> int:
             f"{percent:g} %: {names}; measure more rounds with --steps",
             file=sys.stderr,
         )
-        return CANNOT_TELL
+        return UNDECIDED
     return 0
 
 

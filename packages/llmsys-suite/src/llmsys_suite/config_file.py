@@ -14,7 +14,7 @@ from llmsys_suite.config import RunConfig, UsageError
 #: Meaning of each field.
 MEANING = {
     "stages": "Stages to run, with their dependencies, in the order of `llmsys list`.",
-    "preset": "cpu or gpu; decides the device and the defaults of size, world, backend, dtype, "
+    "preset": "cpu or gpu; sets the device and the defaults of size, world, backend, dtype, "
     "rows, context and learning_rate.",
     "size": "A size of `llmsys list`, or width, feed-forward width, layers, heads: 256x768x6x8.",
     "world": "Number of ranks; by default one per GPU with the preset gpu, otherwise 2.",

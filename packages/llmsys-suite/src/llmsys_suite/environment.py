@@ -94,8 +94,8 @@ def read_peak_memory_bytes() -> int:
     for line in _read_lines("/proc/self/status"):
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    # This value is a fallback, because it starts at the parent's memory and cannot be reset. It is
-    # in bytes on macOS, and in KiB on other systems.
+    # This value is only a fallback: it includes the parent's peak before the fork and cannot be
+    # reset. It is in bytes on macOS, and in KiB on other systems.
     maximum = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return maximum if sys.platform == "darwin" else maximum * 1024
 
@@ -147,7 +147,7 @@ def _read_cpuinfo(field: str) -> str:
 
 
 def _list_cpu_flags() -> list[str]:
-    """Return the CPU's vector and matrix extensions, which decide the speed of products."""
+    """Return the CPU's vector and matrix extensions, which determine the speed of products."""
     flags = _read_cpuinfo("flags").split() or _read_cpuinfo("Features").split()
     kinds = ("avx", "amx", "fma", "sse4", "asimd", "sve", "i8mm", "bf16", "f16c")
     return sorted(flag for flag in flags if flag.startswith(kinds))

@@ -112,7 +112,7 @@ def train(
 
 
 def check_gradients(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> float:
-    """Return the relative error of |g|^2 from central differences of the loss along gradient g."""
+    """Return the relative error of |g|^2, the slope of the loss along g, by central differences."""
     _, g = backpropagate(w, tokens, targets, heads)
     plus, minus = ({n: w[n] + h * g[n] for n in w} for h in (1e-4, -1e-4))
     higher, lower = (float(compute_loss(x, tokens, targets, heads)) for x in (plus, minus))

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve = commands.add_parser("serve", help="serve one shard until SIGTERM")
     serve.add_argument("--server", type=int, default=0, help="number of the server")
     serve.add_argument("--journal", type=Path, help="folder of the journals of all servers")
-    serve.add_argument("--fsync", action="store_true", help="write each record to the disk")
+    serve.add_argument("--fsync", action="store_true", help="sync each record to the disk")
     serve.add_argument(
         "--allow-missing", action="store_true", help="continue training without lost workers"
     )

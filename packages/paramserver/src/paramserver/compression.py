@@ -1,6 +1,6 @@
 """Compression of parameter changes to 8 or 4 bits per element.
 
-Each block of elements is scaled so that its largest magnitude becomes the largest integer of
+Each block of elements is scaled so that its largest magnitude becomes the largest signed integer of
 `bits` bits. Elements are rounded to the nearest integer and Huffman coded with zlib. The integers
 are far from uniformly distributed, so 4 bits become about 3 bits per element.
 

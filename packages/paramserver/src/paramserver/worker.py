@@ -241,4 +241,7 @@ class Worker:
     def _require_active(self) -> None:
         if self._has_finished or self._has_left:
             state = "finished" if self._has_finished else "left"
-            raise RuntimeError(f"worker {self.rank} has {state}; it can neither pull nor push")
+            raise RuntimeError(
+                f"worker {self.rank} has {state}; it can neither pull nor push: call `finish` and "
+                "`leave` only after the last step"
+            )

@@ -119,7 +119,7 @@ def _parse_pairs(texts: Sequence[str]) -> dict[str, str]:
 
 def _fit(arguments: argparse.Namespace) -> Output:
     runs = _load(arguments)
-    at = arguments.at or [float(10 * runs.compute.max())]
+    budgets = arguments.at or [float(10 * runs.compute.max())]
     fit: ParametricFit | IsoflopFit
     if arguments.method == "parametric":
         fit = fit_parametric(runs, arguments.loss or "huber", prove=True)
@@ -128,14 +128,14 @@ def _fit(arguments: argparse.Namespace) -> Output:
         raise ValueError("--loss is an option of --method parametric: drop one of them")
     else:
         fit = fit_isoflop(runs)
-        lines, result = ([], {}) if fit.unidentified else _describe_valleys(fit, max(at))
-    best = [fit.optimal(c) for c in at]
+        lines, result = ([], {}) if fit.unidentified else _describe_valleys(fit, max(budgets))
+    best = [fit.optimal(c) for c in budgets]
     if arguments.plot and fit.unidentified:
         result["no_figure"] = fit.unidentified
     elif arguments.plot:
         from scaling.plot import plot
 
-        figure = plot(fit, up_to=max(at))
+        figure = plot(fit, up_to=max(budgets))
         _write_atomically(arguments.plot, lambda path: figure.savefig(path, dpi=150))
     result |= {"method": arguments.method, "runs": len(runs), "warnings": list(fit.warnings)}
     result["at"] = [asdict(optimum) for optimum in best]

@@ -94,11 +94,11 @@ def _measure_answers(num_rows: int, calls: int) -> list[Row]:
         n, d = 10 ** random.uniform([[7], [9]], [[9], [11]], (2, num_rows))
         loss = CHINCHILLA.predict(n, d) * np.exp(3e-3 * random.standard_normal(num_rows))
         records = [dict(zip("NDL", row, strict=True)) for row in zip(n, d, loss, strict=True)]
-        of_table, _ = _measure_call(lambda: fit_parametric(load_runs(records)))
-    of_optimum = float(np.median(seconds))
+        table_seconds, _ = _measure_call(lambda: fit_parametric(load_runs(records)))
+    optimum_seconds = float(np.median(seconds))
     return [
-        {"case": "answer", "what": "first optimum", "rows": 72, "time_s": of_optimum},
-        {"case": "answer", "what": "read and fit", "rows": num_rows, "time_s": of_table},
+        {"case": "answer", "what": "first optimum", "rows": 72, "time_s": optimum_seconds},
+        {"case": "answer", "what": "read and fit", "rows": num_rows, "time_s": table_seconds},
     ]
 
 

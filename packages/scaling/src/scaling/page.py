@@ -52,7 +52,7 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
     reason is a warning. Raises `ValueError` if no method can fit the runs.
     """
     require_module("matplotlib", "plot")
-    at = list(at) or [float(10 * runs.compute.max()), float(100 * runs.compute.max())]
+    budgets = list(at) or [float(10 * runs.compute.max()), float(100 * runs.compute.max())]
     fits: dict[str, Fit] = {}
     failures: list[str] = []
     rows: tuple[BacktestRow, ...] = ()
@@ -69,7 +69,7 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
             rows = backtest(runs)
         except ValueError as error:
             failures.append(f"Backtest: {error}")
-        answers = _format_answers(fits, at)
+        answers = _format_answers(fits, budgets)
     messages = list(dict.fromkeys(str(w.message) for w in caught)) + failures
     parts = ["<h2>Answers</h2>", answers, "<h2>Warnings</h2>", _format_list(messages)]
     parts += ["<h2>Data</h2>", f"<pre>{html.escape(runs.explanation or f'{len(runs)} runs')}</pre>"]
@@ -78,18 +78,18 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
         if fit.unidentified:
             parts.append(f"<p>{html.escape(fit.unidentified)}</p>")
         else:
-            parts += [_format_constants(fit), _draw_figures(fit, max(at))]
+            parts += [_format_constants(fit), _draw_figures(fit, max(budgets))]
     if rows:
         parts += ["<h2>Backtest</h2>", format_backtest(rows)]
     page = Template(files("scaling").joinpath("page.html").read_text("utf-8"))
     return page.substitute(title=html.escape(title), body="\n".join(parts))
 
 
-def _format_answers(fits: dict[str, Fit], at: Sequence[float]) -> str:
-    """Return a table of each fit's best model at each compute."""
+def _format_answers(fits: dict[str, Fit], budgets: Sequence[float]) -> str:
+    """Return a table of each fit's best model at each budget, in FLOPs."""
     rows = []
     coverage = {}
-    for compute in at:
+    for compute in budgets:
         for name, fit in fits.items():
             best = fit.optimal(compute)
             if best.coverage:

@@ -77,7 +77,7 @@ def compute_optimal_model(constants: Constants, compute: float) -> tuple[float, 
     """Return the (N, D) with the lowest loss for `compute` FLOPs.
 
     The derivative of the loss along 6 N D = C is zero if alpha A / N^alpha = beta B / D^beta. Then
-    a small relative increase of N lowers the loss as much as an equal one of D. See Note
+    the same small relative increase of N or of D lowers the loss equally. See Note
     [Closed-form optimum] in law.py.
     """
     _, a, b, alpha, beta = constants

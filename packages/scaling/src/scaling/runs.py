@@ -78,9 +78,9 @@ class Runs(ComparesArrays):
     def __len__(self) -> int:
         return len(self.loss)
 
-    def __getitem__(self, which: int | slice | NDArray[Any] | Sequence[int]) -> "Runs":
+    def __getitem__(self, selection: int | slice | NDArray[Any] | Sequence[int]) -> "Runs":
         """Return the runs that a position, a slice, a mask or a list of positions selects."""
-        index = np.atleast_1d(np.arange(len(self))[which])
+        index = np.atleast_1d(np.arange(len(self))[selection])
         columns = {name: getattr(self, name)[index] for name in COLUMNS}
         rows = tuple(np.array(self.rows)[index].tolist())
         return Runs(**columns, rows=rows, explanation=self.explanation)
@@ -239,7 +239,7 @@ def _explain(runs: Runs, reading: Reading) -> list[str]:
             origin = formulas[quantity]
             description = ""
         if quantity == "parameters" and column and not description:
-            description = "the column name does not say whether this is total or non-embedding"
+            description = "the column name does not show whether this is total or non-embedding"
         if quantity == "loss" and "bits" not in description and "nats" not in description:
             description = f"nats, of {description}" if description else "nats"
         line = f"  {quantity:<11}{origin:<23} {values.min():.4g} to {values.max():.4g}"

@@ -66,9 +66,9 @@ def _run_sklearn(values: Tensor) -> tuple[float, float]:
     """Return milliseconds and squared error of scikit-learn; both are -1 if it is not installed."""
     if not importlib.util.find_spec("sklearn"):
         return -1.0, -1.0
-    kmeans_of: Any = importlib.import_module("sklearn.cluster").KMeans
+    kmeans_class: Any = importlib.import_module("sklearn.cluster").KMeans
     start = time.perf_counter()
-    fitted = kmeans_of(16, random_state=0, n_init="auto").fit(values.cpu().numpy()[:, None])
+    fitted = kmeans_class(16, random_state=0, n_init="auto").fit(values.cpu().numpy()[:, None])
     milliseconds = (time.perf_counter() - start) * 1e3
     centroids, labels = (torch.from_numpy(a) for a in (fitted.cluster_centers_, fitted.labels_))
     # scikit-learn sums its `inertia_` in float32. For 10^7 weights, that was 1.5 % too low.

@@ -87,7 +87,7 @@ class CompressedWeight(nn.Module):
 
 
 def compress_layer(layer: nn.Module, compressed: CompressedWeight) -> None:
-    """Make a dense layer compute its weight by `compressed`, in place.
+    """Make `compressed` compute the weight of a dense layer, in place.
 
     Raise `ValueError` if the layer has a parametrization. torch generates a class for a
     parametrized layer. Copies of the layer share this class, so a second parametrization would

@@ -41,8 +41,8 @@ def compress_weights(
 ) -> nn.Module:
     """Return a plain copy whose layers of `kinds` have the weights `compress(layer, bits)`.
 
-    Layers that share a weight share its compressed form. Layers that `protect` or that a mapping
-    `bits` does not name are unchanged. Warn of other matrices that stay dense.
+    Layers that share a weight share its compressed form. Layers in `protect`, and layers that are
+    missing from a mapping `bits`, are unchanged. Warn of other matrices that stay dense.
     """
     model = make_plain_copy(model)
     chosen = find_layers(model, kinds, protect)
@@ -112,8 +112,8 @@ def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"expected modules without TorchScript, got {name or 'the root'}, scripted "
-                "or traced; compress the original model, and script or trace the result"
+                f"expected modules without TorchScript, got a scripted or traced module at "
+                f"{name or 'the root'}; compress the original model, and script or trace the result"
             )
     sharing = [m for m in model.modules() if identify_weight(m) == identify_weight(layer)]
     if get_compressed_weight(layer) is not None:
@@ -179,7 +179,7 @@ def make_plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.
 def _explain_uncopied_tensor(model: nn.Module, error: RuntimeError) -> None:
     """Raise `ValueError` if an attribute of a module is a computed tensor with a gradient.
 
-    `copy.deepcopy` does not copy such tensors. The weight of a layer is one if a hook computes it.
+    `copy.deepcopy` does not copy such tensors. An example is a weight that a hook computes.
     """
     for name, module in model.named_modules():
         for key, value in vars(module).items():

@@ -168,7 +168,7 @@ def get_module_name(node: fx.Node) -> str:
     """Return the name of the innermost module whose code created the node."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [str(path) for path, _ in stack.values()] or [""]
-    # The name of the exported model itself is "model", so a path is such as "model.head".
+    # The name of the exported model itself is "model", so a path looks like "model.head".
     return paths[-1].removeprefix(_MODEL[:-1]).removeprefix(".")
 
 

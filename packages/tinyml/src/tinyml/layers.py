@@ -54,7 +54,7 @@ def is_product(layer: nn.Module, call: Callable[[Tensor], Any]) -> bool:
 
 
 def check_weights(layers: Mapping[str, nn.Module]) -> None:
-    """Raise `ValueError` unless each weight has elements that are finite and of `FLOAT_TYPES`."""
+    """Raise `ValueError` if a weight is empty, not finite or not of `FLOAT_TYPES`."""
     for layer_name, layer in layers.items():
         name = f"{layer_name}.weight".lstrip(".")
         weight = get_weight(layer)

@@ -29,10 +29,10 @@ def format_names(names: Iterable[str]) -> str:
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
-def check_bits(bits: float, what: str, least: int = 1) -> None:
+def check_bits(bits: float, noun: str, least: int = 1) -> None:
     """Raise `ValueError` unless `bits` is an int from `least` to 8."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 8:
-        raise ValueError(f"expected an int from {least} to 8 as bits of {what}, got {bits!r}")
+        raise ValueError(f"expected an int from {least} to 8 as bits of {noun}, got {bits!r}")
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
@@ -46,12 +46,12 @@ def check_finite(name: str, tensor: Tensor) -> None:
         raise ValueError(f"expected finite values in {name}, got nan or inf")
 
 
-def check_strided(what: str, *tensors: Tensor) -> None:
+def check_strided(noun: str, *tensors: Tensor) -> None:
     """Raise `ValueError` if a tensor has a layout other than strided, such as a sparse one."""
     for tensor in tensors:
         if tensor.layout != torch.strided:
             raise ValueError(
-                f"expected {what} without sparse tensors, got a tensor of layout {tensor.layout}; "
+                f"expected {noun} without sparse tensors, got a tensor of layout {tensor.layout}; "
                 "call to_dense() on it"
             )
 

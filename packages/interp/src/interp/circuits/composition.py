@@ -90,7 +90,7 @@ def _normalize(x: Tensor) -> Tensor:
 
 
 def _compute_pair_norms(reads: Tensor, writes: Tensor) -> Tensor:
-    """Return ||reads[l, i] @ writes[h]||, (h, l, i), for (l, i, r, d) and (h, d, s)."""
+    """Return ||reads[l, i] @ writes[h]||, (h, l, i), of reads (l, i, r, d) and writes (h, d, s)."""
     layers, heads, rank, d_model = reads.shape
     columns = writes.movedim(0, 1).reshape(d_model, -1)
     heads_per_product = max(1, _MAX_PRODUCT_ENTRIES // (rank * columns.shape[1]))

@@ -131,7 +131,7 @@ def _require_supported(config: Mapping[str, Any]) -> None:
 
 
 def _find_option(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
-    """Return the first option of `names` that is set, or `default`; raise ValueError for None."""
+    """Return the first set option of `names`, or `default`; raise ValueError if it is None too."""
     for name in names:
         if config.get(name) is not None:
             return config[name]
@@ -177,7 +177,8 @@ def list_layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
     """Return the kind of each layer, "full_attention" or "sliding_attention"."""
     if config.get("layer_types"):
         return list(config["layer_types"])
-    name, window = config["model_type"], config.get("sliding_window")
+    name = config["model_type"]
+    window = config.get("sliding_window")
     if window is None or not FAMILIES[name].windowed:
         return ["full_attention"] * layers
     if name.startswith("qwen"):

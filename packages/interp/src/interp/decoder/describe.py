@@ -153,7 +153,8 @@ def _find_copied_names(
 def _require_equal_logits(model: nn.Module, decoder: Decoder) -> None:
     """Raise ValueError if the logits of model and decoder differ under the model's own weights."""
     length = min(12, decoder.settings.context or 12)
-    vocabulary, device = decoder.embed.num_embeddings, decoder.embed.weight.device
+    vocabulary = decoder.embed.num_embeddings
+    device = decoder.embed.weight.device
     generator = torch.Generator("cpu").manual_seed(0)
     tokens = torch.randint(vocabulary, (1, length), generator=generator, device="cpu").to(device)
     with evaluating(model):
@@ -211,7 +212,8 @@ def _iter_module_settings(
         )
     eps = _find_number(model, "eps", "variance_epsilon", "epsilon")
     centered = any("LayerNorm" in type(module).__name__ for module in model.modules())
-    d_head, layers = count_head_features(tensors) // heads, count_layers(tensors)
+    d_head = count_head_features(tensors) // heads
+    layers = count_layers(tensors)
     weights = canonicalize_weights(tensors, d_head=d_head, heads=heads)
     activations = ("gelu_new", "gelu", "relu", "silu")
     thetas: list[float | None] = [1e4, 5e5, 1e6, None]

@@ -136,10 +136,7 @@ def _patch_pair(
 
 
 def find_sites_and_heads(model: Decoder, part: str) -> tuple[list[str], int]:
-    """Return the site of a part in each block, and the number of heads of this part.
-
-    Raises ValueError for an unknown part.
-    """
+    """Return a part's site in each block, and its number of heads; raise ValueError if unknown."""
     attention = model.layers[0].attention
     heads_of = {
         ":input": 1,

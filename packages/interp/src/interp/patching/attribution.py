@@ -91,17 +91,18 @@ def edge_attribution(
         raise ValueError(f"expected exact >= 0, got {exact}")
     pairs = split_pairs(model, clean, corrupted, metric, tokenizer)
     runs = [Restart(model, prompt, batch=batch) for _, prompt, _ in pairs]
-    results, changes = [], []
+    results = []
+    changes = []
     for run, pair in zip(runs, pairs, strict=True):
         result, change = _estimate_edges(run, *pair, senders, receivers)
         results.append(result)
         changes.append(change)
     edges = average_over_pairs(results)
-    wanted = _select_largest(edges, exact)
+    selected = _select_largest(edges, exact)
     measured_results = []
     for run, pair, result, change in zip(runs, pairs, results, changes, strict=True):
-        values = measure_edges(run, pair[2], edges, wanted, change)
-        exact_values = torch.where(wanted | ~edges.exists, values, float("nan"))
+        values = measure_edges(run, pair[2], edges, selected, change)
+        exact_values = torch.where(selected | ~edges.exists, values, float("nan"))
         measured_results.append(replace(result, exact=exact_values))
     return average_over_pairs(measured_results)
 
@@ -111,9 +112,9 @@ def _select_largest(edges: EdgeEffects, count: int | None) -> Tensor:
     if count is None or count >= int(edges.exists.sum()):
         return edges.exists
     sizes = torch.where(edges.exists, edges.values.abs(), -1.0).flatten()
-    wanted = torch.zeros_like(sizes, dtype=torch.bool)
-    wanted[sizes.topk(count).indices] = True
-    return wanted.view_as(edges.exists)
+    selected = torch.zeros_like(sizes, dtype=torch.bool)
+    selected[sizes.topk(count).indices] = True
+    return selected.view_as(edges.exists)
 
 
 def _estimate_edges(

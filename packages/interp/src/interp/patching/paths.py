@@ -118,14 +118,14 @@ def patch_edges(
 
 @torch.no_grad()
 def measure_edges(
-    run: Restart, metric: Metric, edges: EdgeEffects, wanted: Tensor, changes: Tensor
+    run: Restart, metric: Metric, edges: EdgeEffects, selected: Tensor, changes: Tensor
 ) -> Tensor:
-    """Return the exact effects of the edges in the mask `wanted`, and 0 for other edges."""
+    """Return the exact effects of the edges in the mask `selected`, and 0 for other edges."""
     model = run.model
     baseline = measure(metric, run.final_stream)
-    values = baseline.new_zeros(wanted.shape)  # the metric may have another type than the model
+    values = baseline.new_zeros(selected.shape)  # the metric may have another type than the model
     for column, receiver in enumerate(edges.receivers):
-        rows = wanted[:, column].nonzero()[:, 0]
+        rows = selected[:, column].nonzero()[:, 0]
         for chosen in torch.split(rows, run.batch):
             if receiver.kind == "final":
                 after = measure(metric, run.final_stream + changes[chosen])
@@ -225,12 +225,12 @@ def _list_nodes(model: Decoder) -> tuple[list[Node], list[Node]]:
     return senders, receivers
 
 
-def _select_nodes(nodes: Sequence[Node] | None, known: list[Node], what: str) -> list[Node]:
+def _select_nodes(nodes: Sequence[Node] | None, known: list[Node], role: str) -> list[Node]:
     if nodes is None:
         return known
     for node in nodes:
         if node not in known:
-            raise ValueError(f"{node!r} is not among the {what}: {', '.join(map(str, known))}")
+            raise ValueError(f"{node!r} is not among the {role}: {', '.join(map(str, known))}")
     return list(nodes)
 
 

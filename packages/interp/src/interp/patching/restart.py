@@ -25,7 +25,8 @@ class Restart:
         if batch < 1:
             raise ValueError(f"expected batch >= 1, the number of patches per batch, got {batch}")
         _require_unmodified_modules(model)
-        self.model, self.batch = model, batch
+        self.model = model
+        self.batch = batch
         projection_sites = [f"blocks.*.attention.{part}" for part in "qkv"]
         # The arguments of the first block: stream, padding, position embeddings, positions, cache.
         received: list[Tensor | None] = []

@@ -144,7 +144,8 @@ class ActivationCache(Mapping[Any, Tensor]):
                     f"a norm follows the heads of layer {i}, so their outputs are not terms of the "
                     "stream; use decompose_resid()"
                 )
-            z, attention = self["z", i].flatten(-2), block.attention
+            z = self["z", i].flatten(-2)
+            attention = block.attention
             parts |= compute_head_outputs(
                 z, attention.o.weight, heads=attention.heads, prefix=f"L{i}H"
             )

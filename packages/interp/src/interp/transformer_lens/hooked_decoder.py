@@ -32,7 +32,8 @@ class Submodule:
     """A part of a model, such as `blocks[0].attn`, whose attributes are weights and hook points."""
 
     def __init__(self, model: HookedDecoder, name: str) -> None:
-        self._model, self._name = model, name
+        self._model = model
+        self._name = name
 
     def __setattr__(self, attribute: str, value: Any) -> None:
         _require_no_weight(attribute)

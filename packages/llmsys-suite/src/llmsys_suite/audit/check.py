@@ -101,7 +101,7 @@ class Sources:
         NaN counts as the largest. The check fails if there are no distances.
         """
         nothing = (math.nan, "nothing recorded")
-        distance, where = max(distances, key=lambda pair: _count_nan(pair[0]), default=nothing)
+        distance, where = max(distances, key=lambda pair: _nan_to_inf(pair[0]), default=nothing)
         return self.check_between(name, 0.0, distance, least, tolerance, where)
 
     def check_all_equal(
@@ -116,15 +116,15 @@ class Sources:
             expected, actual, _ = triple
             if expected == actual:
                 return 0.0
-            return _count_nan(abs(actual - expected) / abs(expected)) if expected else math.inf
+            return _nan_to_inf(abs(actual - expected) / abs(expected)) if expected else math.inf
 
         nothing = (1.0, math.nan, "nothing recorded")
         expected, actual, where = max(triples, key=sort_key, default=nothing)
         return self.check_equal(name, expected, actual, tolerance, where)
 
 
-def _count_nan(distance: float) -> float:
-    """Return the distance, with NaN counted as the largest."""
+def _nan_to_inf(distance: float) -> float:
+    """Return the distance, or inf if it is NaN."""
     return math.inf if math.isnan(distance) else distance
 
 

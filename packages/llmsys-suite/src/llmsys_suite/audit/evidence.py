@@ -1,7 +1,4 @@
-"""Evidence: measurements of the audit itself for the checks of `plan` and `train`.
-
-The audit uses other methods than the stages.
-"""
+"""Evidence: the audit's own measurements for `plan` and `train`, by other methods than theirs."""
 
 from __future__ import annotations
 
@@ -72,7 +69,7 @@ def compute_evidence(run: Run) -> dict[str, Any]:
             losses, rounding_factors = replay(run, draw_initial_weights(run), REPLAYED)
             evidence |= {"trajectory": losses, "rounding_factors": rounding_factors}
     if run.rank == 0:
-        # The dtype of the run decides the size of activations.
+        # The dtype of the run determines the size of activations.
         evidence["saved_bytes"] = count_saved_bytes(run)
     return evidence
 
@@ -135,10 +132,10 @@ def count_saved_bytes(run: Run) -> int:
 def compute_scale_deviations(run: Run) -> list[tuple[float, str]]:
     """Return (deviation, name) for each initial weight.
 
-    The deviation is the difference, in standard errors, of the standard deviation from Glorot's,
-    or from 1 for embeddings. Weights beyond three standard deviations are resampled, which narrows
-    the distribution. The deviation of a tensor that is not a matrix is 0 if it consists of ones,
-    and inf otherwise.
+    For a matrix, it is the distance, in standard errors, between the standard deviation of its
+    elements and the expected one: Glorot's, or 1 for embeddings. Both are lower by a known factor,
+    because weights beyond three standard deviations are resampled. For other tensors, the deviation
+    is 0 if all elements are 1, and inf otherwise.
     """
     density = math.exp(-4.5) / math.sqrt(2 * math.pi)
     narrowed = math.sqrt(1 - 6 * density / math.erf(3 / math.sqrt(2)))
@@ -146,8 +143,8 @@ def compute_scale_deviations(run: Run) -> list[tuple[float, str]]:
     for name, weight in draw_initial_weights(run).items():
         if weight.ndim == 2:
             scale = 1.0 if "embedding" in name else math.sqrt(2 / sum(weight.shape))
-            away = float(weight.double().std()) / (narrowed * scale) - 1
-            scales.append((abs(away) * math.sqrt(2 * weight.numel()), name))
+            difference = float(weight.double().std()) / (narrowed * scale) - 1
+            scales.append((abs(difference) * math.sqrt(2 * weight.numel()), name))
         else:
             scales.append((math.inf if (weight != 1).any() else 0.0, name))
     return scales

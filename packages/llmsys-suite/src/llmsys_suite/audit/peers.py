@@ -76,11 +76,11 @@ MEASURES = {
 
 
 def time_peers(run: Run, trained: list[str]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return {peer: {measure: {divisor: time ratio}}} of each trained peer.
+    """Return {peer: {measure: {divisor: time ratio}}} for each trained peer, DDP and FSDP2.
 
-    A ratio is the time of the run's peer divided by the time of the audit's peer, under the key
-    "audit", or by the time of one of `OTHER_VARIANTS`, under its name. The second entry is missing
-    if no such variant was trained or too few rounds were undisturbed.
+    A ratio is the time of the run's peer over that of a divisor: "audit" is the same peer as the
+    audit sets it up, and the other key is one of `OTHER_VARIANTS`. The latter is missing if no such
+    variant was trained, or if too few rounds were undisturbed for the measure.
     """
     wrappers = {PEER: _wrap_in_ddp, "torch FSDP2": _wrap_in_fsdp} if run.world > 1 else {}
     other = next((name for name in OTHER_VARIANTS if name in trained), None)
@@ -194,7 +194,7 @@ def _are_well_inside_bands(ratios: dict[str, dict[str, float]]) -> bool:
 
 
 def time_call(run: Run, call: Callable[[], object]) -> Sample:
-    """Call `call` once; return its wall time, processor time, wait for a core, and the counters."""
+    """Call `call` once; return its wall, processor and core-wait seconds, and the busy clocks."""
     start_time = read_synchronized_time(run)
     # Both counters are read between the two wall-clock readings, so that the wait does not exceed
     # the wall time.
@@ -223,7 +223,7 @@ def _wrap_in_fsdp(decoder: Decoder) -> nn.Module:
 
 
 def read_synchronized_time(run: Run) -> float:
-    """Return the seconds of a wall clock after the device has finished its work."""
+    """Return a monotonic wall-clock time in seconds, after the device has finished its work."""
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)
     return time.monotonic()

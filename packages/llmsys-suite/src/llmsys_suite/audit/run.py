@@ -42,25 +42,25 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
             collective += make_stage_checks(run, stage)
     results = run.gather(run.results)[0]
     recomputed = compute_evidence(run) if is_trained else {}
-    by_single_ranks = _make_distributed_checks(run, results)
+    distributed_checks = _make_distributed_checks(run, results)
     evidence = dict(ChainMap(measured, *run.gather(recomputed))) if is_trained else {}
     if run.folder is None:
         return evidence, []
     return evidence, [
         *make_recorded_checks(run.folder, results, evidence),
         *collective,
-        *by_single_ranks,
+        *distributed_checks,
     ]
 
 
 def _make_distributed_checks(run: Run, results: dict[str, Any]) -> list[Check]:
     """Return the checks that need one rank only. The last rank makes those of `ON_LAST_RANK`."""
     shared = replace(run, results=results)
-    own_checks = {}
+    rank_checks = {}
     for stage in STAGES.keys() & results.keys() - {*COLLECTIVE}:
         if run.rank == (run.world - 1 if stage == ON_LAST_RANK else 0):
-            own_checks[stage] = make_stage_checks(shared, stage)
-    by_stage = {stage: checks for part in run.gather(own_checks) for stage, checks in part.items()}
+            rank_checks[stage] = make_stage_checks(shared, stage)
+    by_stage = {stage: checks for part in run.gather(rank_checks) for stage, checks in part.items()}
     return [check for stage in STAGES for check in by_stage.get(stage, [])]
 
 

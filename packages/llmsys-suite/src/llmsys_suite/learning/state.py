@@ -29,7 +29,7 @@ CHECKPOINT = "checkpoint"
 PROBE = "probe"
 #: Number of steps if neither --learn nor a checkpoint specifies it.
 DEFAULT_STEPS = 400
-#: The options that decide the entries of the state whose names are not the names of options.
+#: The options that set those entries of the state that are not named like their option.
 OPTIONS = {"text": "--data and --tokenizer", "total": "--learn"}
 #: Peak learning rate of `learn` divided by the learning rate of `train`.
 PEAK_FACTOR = 2.0
@@ -83,7 +83,7 @@ def require_same(state: dict[str, Any], config: RunConfig, text: str | None, sou
         not_compared.add("rows")
     layout = Layout(config.data_parallel, config.pipeline, config.tensor)
     if reason := layout.explain_refusal(get_size(config.size), state["rows"]):
-        raise UsageError(f"{source} cannot be continued: {reason}")
+        raise UsageError(f"{source} cannot be continued: {reason}; split over other ranks")
     for name, value in expected.items():
         if name not in not_compared and state[name] != value:
             option = OPTIONS.get(name, name)
@@ -120,7 +120,7 @@ def compute_rate_factor(progress: float) -> float:
 
 
 def draw_probed_step(run: Run, first: int, total: int) -> int | None:
-    """Return a random step, equal on all ranks, for the audit; None without audit or steps.
+    """Return a random step for the audit, equal on all ranks; None if no audit or step follows.
 
     The step `first` is drawn only if it is the only step, because a new optimizer has no state.
     """

@@ -65,8 +65,9 @@ class Recorder:
 
     def take(self) -> list[Sample]:
         """Return the samples since the last call."""
-        taken, self._samples = self._samples, []
-        return taken
+        samples = self._samples
+        self._samples = []
+        return samples
 
     def _append(self, phase: str, seconds: float, extra: Sample) -> None:
         extra.update(self._labels, rank=self.rank, phase=phase, seconds=seconds)

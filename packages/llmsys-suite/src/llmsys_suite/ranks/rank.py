@@ -22,7 +22,7 @@ from llmsys_suite.text.data import Corpus
 
 
 class Progress:
-    """A printer of the current stage and its progress, enabled on rank 0 only."""
+    """Output of the current stage and its progress on stderr, enabled on rank 0 only."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -143,12 +143,12 @@ class Run:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
 
-    def gather(self, mine: Any) -> list[Any]:
-        """Return the values `mine` of all ranks, in the order of ranks, without a time limit."""
+    def gather(self, value: Any) -> list[Any]:
+        """Return the `value` of each rank, in the order of ranks, without a time limit."""
         self.wait_for_ranks()
-        everyone: list[Any] = [None] * self.world
-        dist.all_gather_object(everyone, mine)
-        return everyone
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
 
     def flush_samples(self) -> None:
         """Gather all samples on rank 0 and append them to the folder."""

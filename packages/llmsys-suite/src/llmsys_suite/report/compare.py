@@ -1,4 +1,4 @@
-"""Comparison of two runs: which variants became faster or slower, if the samples can decide.
+"""Comparison of two runs: which variants became faster or slower, if the samples suffice.
 
 The README and docs/benchmarking.md describe the verdicts. Two runs of the same code differ in
 memory layout, which changes the ratios of all rounds of a run alike (`STD_BETWEEN_RUNS`). This
@@ -51,8 +51,8 @@ class Comparison:
     ratio: float
     low: float
     high: float
-    #: Numbers of undisturbed and disturbed rounds in the run that has too few undisturbed rounds,
-    #: or in the run that has fewer.
+    #: Numbers of undisturbed and disturbed rounds of one run: the run with too few undisturbed
+    #: rounds for a verdict, otherwise the run with fewer of them.
     rounds: int
     disturbed: int
     margin: float

@@ -150,11 +150,12 @@ def plot_isoflop(scale: Scale) -> str:
                 linewidth=1,
                 label=f"{budget:.2g} FLOPs",
             )
-        if at := scale.extrapolated:
-            label = f"best size at {at['compute_flops']:.3g}, 95 %"
+        if optimum := scale.extrapolated:
+            label = f"best size at {optimum['compute_flops']:.3g}, 95 %"
             # The interval may be unbounded, and a wide interval would leave no room for the runs.
             sizes = [run["parameters"] for run in scale.runs]
-            low, high = max(at["low"], min(sizes) / 3), min(at["high"], 3 * max(sizes))
+            low = max(optimum["low"], min(sizes) / 3)
+            high = min(optimum["high"], 3 * max(sizes))
             if low < high:
                 axes.axvspan(low, high, color=COLORS[5], alpha=0.2, label=label)
         axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="held-out nats per byte")

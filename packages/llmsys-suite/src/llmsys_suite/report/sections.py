@@ -208,16 +208,17 @@ def _build_memory(memory: stage_results.Memory, _: Results, folder: RunFolder) -
 
 
 def _build_scale(scale: stage_results.Scale, *_: Any) -> Section:
-    at = scale.extrapolated
+    optimum = scale.extrapolated
     finding = f"No law: {'; '.join(scale.warnings)}."
-    if at:
-        width = at["high"] / at["low"] if at["low"] else math.inf
-        interval = f"95 % interval {at['low']:,.0f} to {at['high']:,.0f}, {width:.1f}-fold"
+    if optimum:
+        width = optimum["high"] / optimum["low"] if optimum["low"] else math.inf
+        bounds = f"{optimum['low']:,.0f} to {optimum['high']:,.0f}"
+        interval = f"95 % interval {bounds}, {width:.1f}-fold"
         if width >= 1000:
             interval = "95 % interval wider than 1,000-fold"
         finding = (
-            f"The best size grows as C^{scale.law['exponent']:.2f}; at {at['compute_flops']:.3g}"
-            f" FLOPs it is {at['parameters']:,.0f} ({interval})."
+            f"The best size grows as C^{scale.law['exponent']:.2f}; at "
+            f"{optimum['compute_flops']:.3g} FLOPs it is {optimum['parameters']:,.0f} ({interval})."
         )
         if width >= 2:
             finding += " The runs do not determine it closely."

@@ -158,12 +158,12 @@ class SplitModel(Variant):
         optimizer.param_groups[0]["lr"] = self.optimizer.param_groups[0]["lr"]
         parameters = dict(model.named_parameters())
         for key in ("step", "exp_avg", "exp_avg_sq"):
-            own_state = {
+            local_state = {
                 name: self.optimizer.state[p][key]
                 for name, p in self.named_parameters().items()
                 if p in self.optimizer.state
             }
-            for name, value in self._gather_unsplit(own_state).items():
+            for name, value in self._gather_unsplit(local_state).items():
                 optimizer.state[parameters[name]][key] = value
         return model, optimizer
 

@@ -1,8 +1,9 @@
 """A longer training run with the fastest variant, after which the model generates text.
 
 - A batch depends only on (seed, step), and any number of ranks can load a checkpoint of `zero`.
-  Training can therefore continue on other ranks. After a SIGTERM, all ranks save and end.
-- One small all-reduce per step sums the losses, and the number of ranks that received SIGTERM.
+  Training can therefore continue with another number of ranks.
+- One small all-reduce per step sums the losses, and the number of ranks that received SIGTERM. If
+  any rank received it, all ranks save a checkpoint and exit.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from llmsys_suite.variants.initial_weights import build_model_with
 from llmsys_suite.variants.single import Variant
 
 #: A training run of n steps is evaluated on the held-out text every n // EVALUATIONS steps, and
-#: saves a checkpoint every n // SAVES steps (at least 1). Both also follow the last step.
+#: saves a checkpoint every n // SAVES steps (at least 1). Both also happen after the last step.
 EVALUATIONS, SAVES = 5, 2
 
 

@@ -35,11 +35,11 @@ def list_contexts(config: RunConfig) -> tuple[int, int, int]:
 def run(run: Run) -> Memory | None:
     """Return peaks and a timeline of the run's model; the ranks divide the context lengths."""
     config = run.config
-    mine = {
+    profiles_of_rank = {
         length: profile(config.size, length, config.vocabulary)
         for length in list_contexts(config)[run.rank :: run.world]
     }
-    gathered = run.gather(mine)
+    gathered = run.gather(profiles_of_rank)
     if run.rank != 0:
         return None
     profiles = {length: profile for part in gathered for length, profile in part.items()}

@@ -21,9 +21,9 @@ from llmsys_suite.variants.initial_weights import build_seeded_model
 #: below and some above the best width: with the best run at an edge, an optimum is unreliable.
 GRID = ((1.35e8, (4, 6, 10, 14)), (2.7e8, (4, 8, 12, 16)), (5.8e8, (6, 10, 14, 20)))
 SEEDS = 2
-#: Factor between the budgets of consecutive seeds. Different budgets add loss curves to the fit,
-#: which narrows its interval more than larger distances between budgets would in the same time.
-APART = 1.1
+#: Factor between the budgets of consecutive seeds. More budgets give the fit more loss curves. For
+#: equal total time, this narrows the interval of the fit more than budgets that are further apart.
+SEED_BUDGET_FACTOR = 1.1
 #: The law is evaluated at this multiple of the largest budget.
 EXTRAPOLATION_FACTOR = 3
 ROWS = 16
@@ -36,7 +36,7 @@ PlannedRun = tuple[float, int, int]
 
 
 def run(run: Run) -> Scale | None:
-    """Return a row per run, its loss in nats per byte, and the extrapolated fit, on rank 0."""
+    """Train all planned runs; return their losses and the extrapolated fit on rank 0."""
     planned = select_runs(plan_runs(run.config), run.rank, run.world)
     gathered = run.gather([train_one(run, *arguments) for arguments in planned])
     if run.rank != 0:
@@ -48,7 +48,7 @@ def run(run: Run) -> Scale | None:
 def plan_runs(config: RunConfig) -> list[PlannedRun]:
     """Return the planned runs of all ranks."""
     return [
-        (config.steps * budget * APART**i, width, config.seed + i)
+        (config.steps * budget * SEED_BUDGET_FACTOR**i, width, config.seed + i)
         for i in range(SEEDS)
         for budget, widths in GRID
         for width in widths

@@ -52,16 +52,16 @@ def run_in_process(case: Case, limit: float, *, profile: bool = False) -> dict[s
     options = json.dumps(asdict(case) | {"profile": profile})
     command = [sys.executable, "-m", "llmsys_suite.step.process", options]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        child = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
         raise LeftOut(f"did not end within {limit:g} s; raise --time-limit") from None
-    if done.returncode < 0:
+    if child.returncode < 0:
         # The kernel sends SIGKILL if memory runs out.
-        raise LeftOut(f"ended by {get_signal_name(-done.returncode)}")
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
+        raise LeftOut(f"ended by {get_signal_name(-child.returncode)}")
+    if child.returncode:
+        lines = child.stderr.strip().splitlines()
         raise LeftOut(lines[-1] if lines else "ended without a message")
-    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    measured: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
     return measured
 
 

@@ -28,7 +28,7 @@ class ShardedState(DataParallel):
         )
 
     def clip(self, max_norm: float) -> None:
-        """Average the gradients and clip them. Without clipping, the optimizer's step averages."""
+        """Average the gradients and clip them. Without clipping, `update` averages them."""
         self.optimizer.clip_grad_norm_(max_norm)
 
 

@@ -49,18 +49,18 @@ def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def iter_reachable_tensors(start: Any) -> Iterator[Tensor]:
     """Yield every tensor to which `start` refers, directly or through other objects."""
-    found_ids = {id(start)}
-    todo = [start]
-    while todo:
-        visited = todo.pop()
+    visited_ids = {id(start)}
+    pending = [start]
+    while pending:
+        visited = pending.pop()
         if isinstance(visited, Tensor):
             yield visited
             if visited.is_leaf and visited.grad is not None:
-                todo.append(visited.grad)
+                pending.append(visited.grad)
         for inner in _list_references(visited):
-            if id(inner) not in found_ids and not isinstance(inner, NOT_FOLLOWED):
-                found_ids.add(id(inner))
-                todo.append(inner)
+            if id(inner) not in visited_ids and not isinstance(inner, NOT_FOLLOWED):
+                visited_ids.add(id(inner))
+                pending.append(inner)
 
 
 def _list_references(owner: Any) -> list[Any]:

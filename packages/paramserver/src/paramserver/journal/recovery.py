@@ -120,8 +120,8 @@ class _GoodPart:
         ends = [end for end in self._ends if position is None or end.position <= position]
         if not ends:
             raise JournalError(
-                f"{self.folder} starts after entry {position} of the log, to which another server "
-                "goes back; restore copies of all servers of one time"
+                f"{self.folder} starts after entry {position} of the log, at which another server "
+                "would end; restore copies of all servers' folders that were made at one time"
             )
         return ends[-1]
 

@@ -62,7 +62,7 @@ class Replica:
             memory = torch.zeros(shard.buffer_bytes, dtype=torch.uint8, device="cpu")
         self._buffer = memory.zero_()
         views = [f.shard.views(f.get_view(self._buffer)) for f in self._fragments]
-        self._parameters = [nn.Parameter(view) for views_of in views for view in views_of]
+        self._parameters = [nn.Parameter(view) for part in views for view in part]
         pieces = [piece for fragment in self._fragments for piece in fragment.shard.pieces]
         flat = {name: get_local_part(p.detach()).reshape(-1) for name, p in parameters.items()}
         shard.scatter(flat, self._buffer)
@@ -77,7 +77,7 @@ class Replica:
         )
         targets = iter(self._updater.targets)
         #: For each fragment, the tensors that receive the gradients.
-        self._targets = [[next(targets) for _ in views_of] for views_of in views]
+        self._targets = [[next(targets) for _ in part] for part in views]
         rules = {"policy": _describe(policy)}
         self._settings = rules | self._updater.format_settings()
         #: The settings that must be equal on all servers of the job, as one line of text.

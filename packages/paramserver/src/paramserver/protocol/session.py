@@ -126,10 +126,7 @@ class Session:
         self._has_pushed = True
 
     def finish(self) -> Requests[int]:
-        """Stop pushing, and wait for all workers.
-
-        Receive the final parameters and return their version.
-        """
+        """Stop pushing, wait for all workers, receive the final parameters; return the version."""
         while True:
             (first,) = yield [self._request(0, Kind.FINISH)]
             others = self._build_log_requests(Kind.END, Log.from_text(first.text))[1:]

@@ -99,8 +99,8 @@ def run(
     if transport == "zeromq":
         return run_on_zeromq(job, restarts, journal, context)
     server_ends, worker_ends = connect_all([shard.buffer_bytes for shard in shards], workers)
-    # Pack the job here. Otherwise, multiprocessing would move the parameters into shared memory,
-    # and all workers would share them.
+    # Pack the job here. Otherwise, multiprocessing would move the parameters into shared memory
+    # that all workers use.
     packed = job.pack()
     with Processes(context, None, job.timeout + GRACE_SECONDS) as processes:
         for i, (shard, channels) in enumerate(zip(shards, server_ends, strict=True)):

@@ -42,13 +42,13 @@ class ConnectionBuffers:
         self.parameters[: len(data)] = data
         return None
 
-    def read(self, use: Callable[[Tensor], object]) -> None:
-        """Call `use` with the parameters of the last answer.
+    def read(self, consume: Callable[[Tensor], object]) -> None:
+        """Call `consume` with the parameters of the last answer.
 
         The parameters are valid until the next request. If the server changes them during the call,
-        `use` is called again with a copy of the old values.
+        `consume` is called again with a copy of the old values.
         """
-        use(self.parameters)
+        consume(self.parameters)
 
 
 class Connection(ConnectionBuffers):

@@ -102,22 +102,22 @@ class SharedMemoryChannel(Channel):
     def deliver(self, data: Tensor) -> Callable[[], None] | None:
         """Let the worker read in place if possible, otherwise copy; see `ConnectionBuffers`."""
         is_whole = data.data_ptr() == self.server_memory.data_ptr() and len(data) == self._nbytes
-        in_place = _HAS_ORDERED_WRITES and is_whole
+        is_in_place = _HAS_ORDERED_WRITES and is_whole
         self._words[_DONE] = 0
-        self._words[_IN_PLACE] = in_place
-        if in_place:
+        self._words[_IN_PLACE] = is_in_place
+        if is_in_place:
             return self._copy_out
         self.parameters[: len(data)] = data
         return None
 
-    def read(self, use: Callable[[Tensor], object]) -> None:
-        """Read the parameters in place or from the copy; see Note [Reading parameters in place]."""
+    def read(self, consume: Callable[[Tensor], object]) -> None:
+        """Call `consume` with the server's memory or a copy: Note [Reading parameters in place]."""
         if self._words[_IN_PLACE]:
-            use(self.server_memory)
+            consume(self.server_memory)
             if self._words[_IN_PLACE]:
                 self._words[_DONE] = 1
                 return
-        use(self.parameters)
+        consume(self.parameters)
 
     def close(self) -> None:
         """Close this process's end."""

@@ -43,8 +43,8 @@ from paramserver.transport.zeromq_connection import MAX_CHUNKS, Keys
 _LOG = logging.getLogger(__name__)
 #: Seconds between two WAIT messages to a waiting worker.
 _KEEP_ALIVE_SECONDS = 1.0
-#: Seconds between two iterations of the loop above which the process was probably suspended. With a
-#: short timeout, the limit is half of the timeout, but at least 0.25.
+#: If an iteration of the loop starts more than this many seconds after the previous one, the
+#: process was probably suspended. With a short timeout, the limit is half of it, at least 0.25.
 _SUSPENDED_SECONDS = 3.0
 #: Seconds between two reports of a full disk.
 _FULL_DISK_REPORT_SECONDS = 10.0
@@ -279,8 +279,7 @@ class ZeroMQServer:
                 # Copy, because the next request may change the data before they are sent.
                 chunk = out[start:stop].copy_(self.core.answer_data[start:stop])
                 frames.append(chunk.numpy().data)
-            # ZeroMQ drops the answer if the connection is lost. The worker then repeats its
-            # request.
+            # If the connection is lost, ZeroMQ drops the answer; the worker repeats the request.
             self._socket.send_multipart(frames, copy=False)
 
 

@@ -24,7 +24,7 @@ VANISHED = 18.0
 
 
 def flag_vanished_terms(problem: Problem, theta: Array) -> NDArray[np.bool_]:
-    """Return flags (S, K) of the terms that have vanished.
+    """Return a mask (S, K): True if term k has vanished (`VANISHED`) in row s of `theta` (S, P).
 
     A term whose amplitude is not stored as a logarithm never counts as vanished.
     """
@@ -186,7 +186,7 @@ def _compute_newton_step(
 ) -> Array:
     """Return the Newton step (S, P); `pinned` parameters are at a bound and do not move.
 
-    The rows of pinned parameters in `gradient` and `hessian` are overwritten.
+    Their entries of `gradient`, and their rows and columns of `hessian`, are overwritten.
     """
     gradient[pinned] = 0
     hessian[pinned[:, :, None] | pinned[:, None, :]] = 0

@@ -114,7 +114,7 @@ class IsoflopFit(ComparesArrays):
         return max(above, math.log10(budgets[0] / compute), 0.0)
 
     def flops_per_parameter_token(self, compute: float) -> float:
-        """Return C / (N D) of the best model, interpolated between budgets and constant beyond."""
+        """Return C / (N D) of the best model, interpolated between budgets; constant beyond."""
         c = np.array([valley.compute for valley in self.valleys])
         product = np.array([valley.parameters * valley.tokens for valley in self.valleys])
         return math.exp(np.interp(math.log(compute), np.log(c), np.log(c / product)))

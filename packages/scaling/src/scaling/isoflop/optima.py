@@ -23,7 +23,7 @@ from scaling.units import Array
 MAX_SIZE_RATIO = 2.5
 
 #: The runs of a budget determine no curve if the smallest singular value of their columns x and
-#: x^2 / 2 is below this. Here x is log N minus its mean. Three sizes at steps of 1.1 have 0.0021.
+#: x^2 / 2 is below this. Here x is log N minus its mean. Sizes N, 1.1 N and 1.21 N have 0.0021.
 MIN_BUDGET_SINGULAR_VALUE = 0.002
 
 #: Number of sizes that a common shape needs in addition to three per budget.

@@ -163,7 +163,7 @@ def fit_law(
         ValueError: The form or an option is unknown, columns are missing or of unequal length, a
             value is not positive and finite, or there are fewer rows than constants. Sizes and
             tokens that do not identify the law also raise it, and so do a constant target of a law
-            with a constant term, and terms that are not linear in the exponents for the rows.
+            with a constant term, and terms whose logarithms are not linear in the exponents.
 
     A `ScalingWarning` reports several optima, a failure to converge, constants at a bound, and as
     many rows as constants.

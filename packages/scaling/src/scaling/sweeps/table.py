@@ -46,7 +46,7 @@ RUN_IDS = ("run", "runid", "runuuid", "uid", "trialid")
 # Note [Thresholds of divergence and of equal rates]
 # In 600 sweeps like those of `test_diverged_runs_are_found_in_generated_sweeps`, a jump of 0.35
 # finds 89 % of the diverged runs and marks 0.8 % of the other runs. A jump of 0.5 finds 59 % and
-# marks 0.6 %, and 0.2 finds no more and marks 1.5 %. At a jump of 0.5, a ratio of 3 instead of 4
+# marks 0.6 %. A jump of 0.2 finds no more and marks 1.5 %. At a jump of 0.5, a ratio of 3, not 4,
 # marks 2.6 times as many of the other runs, and a ratio of 6 finds 54 % of the diverged runs. In
 # 100 generated sweeps of three seeds, one of which has rates of three digits, values of `SAME_RATE`
 # from 0.01 to 0.2 merge the rates of all seeds in every sweep. 0.003 does so in only 69.
@@ -81,7 +81,7 @@ def fit_sweep(
 
     A rate at which any run diverged is left out at the batch size of this run, and a warning counts
     the diverged runs. A run has diverged if its loss is nan, inf or "diverged". A loss of nan is
-    missing instead if a column of states says that the run is not over, or that it was stopped from
+    missing instead if a column of states reports that the run is not over, or was stopped from
     outside. A run at the best rate or above has also diverged if its loss is more than 42 % above
     the least loss, and if its rise in log loss is more than four times the rise below the best
     rate. Both rises are measured at an equal distance in log rate.
@@ -199,8 +199,8 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
         if _is_step_count(name) and len(with_loss) and _is_setting(name, with_loss, chosen):
             raise ValueError(
                 f"column {name!r} differs between rows of one batch size, so the rows may be a"
-                " history or trainings of several lengths: keep the last row of each run, with the"
-                " largest rate of the run, or confirm that every row is a training of the same"
+                " history or runs of several lengths: keep the last row of each run, with the"
+                " largest rate of the run, or confirm that every row is a training run of the same"
                 f" length with ignore=[{name!r}]"
             )
     settings = {}
@@ -261,7 +261,7 @@ def _is_setting(name: str, table: Table, chosen: Mapping[str, str]) -> bool:
 
 
 def _is_step_count(name: str) -> bool:
-    """Return True if a name is that of the steps of a training, done or planned."""
+    """Return True if a name is that of the steps of a training run, done or planned."""
     is_known = "".join(split_words(name)) in WORDS["step_columns"]
     return is_known or is_current_step(name) or is_planned_steps(name)
 
@@ -343,7 +343,7 @@ def _mark_diverged(runs: RunsBySetting) -> list[int]:
     also more than `DIVERGENCE_RATIO` times the rise at an equal distance below the best rate.
     """
     for size in {size for size, _ in runs}:
-        curve = {rate: losses for (of_size, rate), losses in runs.items() if of_size == size}
+        curve = {rate: losses for (batch_size, rate), losses in runs.items() if batch_size == size}
         least = {}
         for rate, pairs in curve.items():
             finite = [loss for _, loss in pairs if loss < math.inf]

@@ -86,12 +86,12 @@ def parse_positive(table: Table, name: str, unit: float, is_count: bool) -> Arra
     if len(invalid):
         cells = table.get_cells(name)
         unparsed = [i for i in invalid if np.isnan(numbers[i])]
-        wanted = "contain numbers" if unparsed else "be positive and finite"
+        requirement = "contain numbers" if unparsed else "be positive and finite"
         bad = [f"row {table.rows[i]}: {cells[i]!r}" for i in unparsed or invalid]
         remedy = ""
         if any("," in text for text in bad):
             remedy = "; decimals start with a point, and commas separate only thousands of counts"
-        raise ValueError(f"column {name!r} must {wanted}, but {list_some(bad)}{remedy}")
+        raise ValueError(f"column {name!r} must {requirement}, but {list_some(bad)}{remedy}")
     return numbers
 
 

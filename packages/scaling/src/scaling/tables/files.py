@@ -21,7 +21,7 @@ DELIMITERS = "\t;|,"
 DATE_OR_VERSION = re.compile(r"\d{1,4}\.\d{1,2}\.\d{1,4}")
 
 #: The cells of all rows in order, the number of cells and the first line of each row, and the
-#: number of comments.
+#: number of comment lines.
 CsvCells = tuple[list[str], list[int], list[int], int]
 
 

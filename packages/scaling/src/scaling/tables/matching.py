@@ -93,7 +93,7 @@ def _format_logarithm_remedy(present: Iterable[str], missing: Container[str]) ->
 
 
 def _format_bytes_remedy(present: Iterable[str]) -> str:
-    """Return the remedy for a column of bytes of text; empty if there is none."""
+    """Return the remedy if a column is a size of text, such as bytes; otherwise an empty string."""
     for name in present:
         if parse_text_unit(name):
             return (

@@ -254,8 +254,8 @@ def _parse_loss_unit(words: list[str]) -> tuple[str, float]:
     """Return the unit in a loss's name and its factor to nats, which is 1 if not converted."""
     joined = "".join(words)
     if re.search("ppl|perplexity", joined):
-        of = [unit for unit in ("byte", "word", "char") if unit in joined]
-        return " per ".join(["perplexity", *of]), 1.0
+        bases = [unit for unit in ("byte", "word", "char") if unit in joined]
+        return " per ".join(["perplexity", *bases]), 1.0
     # A ratio may be written as bits per byte, bits/byte or bits_byte.
     if re.search("bpb|bits?(?:per)?byte", joined):
         return "bits per byte", 1.0
@@ -315,7 +315,7 @@ def is_method_name(name: str) -> bool:
 
 
 def is_planned_steps(name: str) -> bool:
-    """Return True if a column of this name contains the planned number of steps of a training."""
+    """Return True if a column of this name contains the planned number of steps of a run."""
     words = split_words(name)
     return has_ending(name, WORDS["planned_steps"]) and not {*words} & {*WORDS["no_factors"]}
 

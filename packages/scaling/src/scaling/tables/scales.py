@@ -94,7 +94,7 @@ def _require_largest(reading: Reading) -> None:
         if value >= largest:
             raise ValueError(
                 f"column {column.name!r} is in units of {column.unit:g}, so its cell in row"
-                f" {reading.rows[i]} is {value:.3g}, while runs have less than {largest:.0e} {k}:"
+                f" {reading.rows[i]} means {value:.3g} {k}, but runs have less than {largest:.0e}:"
                 f" write all cells in this unit, pass units={{{k!r}: 1}} if all cells are full"
                 " counts, or confirm the numbers with"
                 f" units={{{k!r}: {column.unit:g}}}"

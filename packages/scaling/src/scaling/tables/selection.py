@@ -126,15 +126,15 @@ def keep_best_settings(reading: Reading, started: Table) -> None:
         return
     design = encode_designs(reading, np.arange(len(reading.table)))
     setting = encode_settings(reading.table, names)
-    pairs, of_row = np.unique(np.stack([design, setting]), axis=1, return_inverse=True)
-    of_row = of_row.reshape(-1)
-    mean = np.bincount(of_row, reading.values["loss"]) / np.bincount(of_row)
+    pairs, pair_of_row = np.unique(np.stack([design, setting]), axis=1, return_inverse=True)
+    pair_of_row = pair_of_row.reshape(-1)
+    mean = np.bincount(pair_of_row, reading.values["loss"]) / np.bincount(pair_of_row)
     diverged = np.zeros(len(mean), bool)
-    diverged[of_row[_flag_diverged_settings(reading, started, names)]] = True
+    diverged[pair_of_row[_flag_diverged_settings(reading, started, names)]] = True
     # The first setting of each design in this order is its best.
     order = np.lexsort((mean, diverged, pairs[0]))
     best = order[np.diff(pairs[0][order], prepend=-1) > 0]
-    keep = np.flatnonzero(np.isin(of_row, best))
+    keep = np.flatnonzero(np.isin(pair_of_row, best))
     if len(keep) < len(design):
         condition = ", if possible without a loss of nan," if diverged.any() else ""
         reading.exclusions.append(
@@ -142,8 +142,8 @@ def keep_best_settings(reading: Reading, started: Table) -> None:
             f" mean loss{condition} is read, and {len(design) - len(keep)} runs of other settings"
             " are left out"
         )
-    searched = choose_searched_rows([of_row])
-    _require_known_settings(reading, searched, of_row[searched], names)
+    searched = choose_searched_rows([pair_of_row])
+    _require_known_settings(reading, searched, pair_of_row[searched], names)
     _require_compared_methods(reading, keep, design, names)
     reading.select(keep)
 

@@ -76,7 +76,7 @@ def flag_diverged(table: Table, loss: str, words: Container[str]) -> NDArray[np.
 
 
 def _is_state_column(name: str, table: Table) -> bool:
-    """Return True if a column says whether each run finished, even with unclear states."""
+    """Return True if a column states whether each run finished, even with unclear states."""
     try:
         return _flag_finished(name, table) is not None
     except ValueError:
@@ -84,7 +84,7 @@ def _is_state_column(name: str, table: Table) -> bool:
 
 
 def is_progress_column(name: str, table: Table) -> bool:
-    """Return True if a column says whether each run finished, or how far it came."""
+    """Return True if a column states whether each run finished, or how far it came."""
     is_epoch = split_words(name)[-1:] == ["epoch"]
     return _is_state_column(name, table) or is_epoch or has_ending(name, WORDS["progress"])
 
@@ -144,18 +144,18 @@ def _iter_progress_columns(table: Table) -> Iterator[tuple[str, str, Array]]:
         if not has_ending(name, WORDS["progress"]):
             continue
         texts = [str(cell).strip() for cell in table.get_cells(name)]
-        done = parse_numbers([text.removesuffix("%") for text in texts])
-        if np.isnan(done).all():
+        progress = parse_numbers([text.removesuffix("%") for text in texts])
+        if np.isnan(progress).all():
             continue
         ends = [100] if any(text.endswith("%") for text in texts) else [1, 100]
-        largest = np.nanmax(done)
+        largest = np.nanmax(progress)
         complete = [end for end in ends if abs(largest / end - 1) <= STEP_TOLERANCE]
         if not complete:
             raise ValueError(
                 f"column {name!r} is at most {largest:g}, so no run has reached its end, or the"
                 f" column is not the progress of the runs: read all rows with ignore=[{name!r}]"
             )
-        yield name, str(complete[0]), np.nan_to_num(done / complete[0])
+        yield name, str(complete[0]), np.nan_to_num(progress / complete[0])
 
 
 def is_true(cell: Any) -> bool:
@@ -193,7 +193,7 @@ def require_no_marks(table: Table) -> None:
 
 
 def require_no_summaries(table: Table) -> None:
-    """Raise `ValueError` if a column of labels says that a row summarizes other rows."""
+    """Raise `ValueError` if a cell in a column of labels marks a row as a summary of others."""
     for name in table.columns:
         if not _is_label(name):
             continue

@@ -30,15 +30,15 @@ class Table:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def select(self, which: Cells) -> "Table":
+    def select(self, selection: Cells) -> "Table":
         """Return the rows that a mask or an array of positions selects."""
-        columns = {name: cells[which] for name, cells in self.columns.items()}
-        return Table(columns, self.rows[which], self.choices)
+        columns = {name: cells[selection] for name, cells in self.columns.items()}
+        return Table(columns, self.rows[selection], self.choices)
 
-    def select_where(self, wanted: Mapping[str, Any], source: str) -> "Table":
-        """Return the rows whose cells have the `wanted` values; raise `ValueError` if none has."""
+    def select_where(self, values: Mapping[str, Any], source: str) -> "Table":
+        """Return the rows whose cells equal the `values`; raise `ValueError` if none do."""
         table = self
-        for name, value in wanted.items():
+        for name, value in values.items():
             texts = list(map(str, table.get_cells(name))) if name in table.columns else []
             is_equal = {text: _is_equal(text, value) for text in dict.fromkeys(texts)}
             table = table.select(np.flatnonzero([is_equal[text] for text in texts]))
@@ -96,10 +96,10 @@ class Reading:
         rows: list[int] = self.table.rows.tolist()
         return rows
 
-    def select(self, which: NDArray[Any]) -> None:
+    def select(self, selection: NDArray[Any]) -> None:
         """Keep only the selected rows."""
-        self.table = self.table.select(which)
-        self.values = {k: v[which] for k, v in self.values.items()}
+        self.table = self.table.select(selection)
+        self.values = {k: v[selection] for k, v in self.values.items()}
 
 
 def _is_equal(text: str, value: Any) -> bool:

@@ -48,12 +48,12 @@ LARGEST_FRACTION = 0.2
 #: cuts (0.3, 0.5, 0.7) and seven cuts (0.2 to 0.8) give intervals that are 1 and 6 % wider.
 CUT_FRACTIONS = (0.25, 0.35, 0.5, 0.65, 0.8)
 
-#: Typical drift per decade of the log best size, for a parametric law and for an IsoFLOP law. The
+#: Typical drift of the log best size per decade, for a parametric law and for an IsoFLOP law. The
 #: latter does not assume a form of the loss. See Note [Calibration].
 PRIOR_SIZE_DRIFT = 0.56
 PRIOR_VALLEY_DRIFT = 0.22
 
-#: Typical drift per decade of the log loss. In the calibration, values from 0.003 to 0.03 give
+#: Typical drift of the log loss per decade. In the calibration, values from 0.003 to 0.03 give
 #: intervals of the same mean width.
 PRIOR_LOSS_DRIFT = 0.01
 
@@ -159,7 +159,7 @@ def compute_run_noise(residuals: Array) -> float:
     """Return the standard deviation of log losses about the law, from n residuals.
 
     The standard deviation is that of the normal distribution that has the 95 % quantile of the
-    absolute residuals. A 95 % interval therefore contains the runs at this rate, even if
+    absolute residuals. A 95 % interval therefore contains 95 % of the runs, even if
     their errors have heavy tails. The factor sqrt(n / (n - 5)) is for the five fitted constants.
     """
     n = len(residuals)
@@ -178,8 +178,8 @@ def measure_drift(fit: Estimate) -> Drift:
     start = compute_drift_start(compute)
     columns = (compute, runs.parameters, runs.tokens)
     ranges = tuple((float(column.min()), float(column.max())) for column in columns)
-    of_fit = sample_posterior(fit, draws=CUT_DRAWS)
-    deviation = of_fit.compute_log_deviation(of_fit.sizes(highest))
+    uncut_posterior = sample_posterior(fit, draws=CUT_DRAWS)
+    deviation = uncut_posterior.compute_log_deviation(uncut_posterior.sizes(highest))
     sizes = []
     losses = []
     for below in select_below_cuts(compute, CUT_FRACTIONS):
@@ -214,14 +214,14 @@ def measure_drift(fit: Estimate) -> Drift:
 def _compute_loss_error(fit: Estimate, posterior: Posterior, beyond: Runs) -> tuple[float, float]:
     """Return the median error in log loss that `fit` makes on the runs `beyond` its cut.
 
-    Also return the standard deviation that noise alone would give this median.
+    Also return the standard deviation of this median without drift.
     """
     errors = np.log(fit.law.predict(beyond.parameters, beyond.tokens)) - np.log(beyond.loss)
     median = int(np.argsort(errors)[len(beyond) // 2])
     losses = posterior.losses(float(beyond.parameters[median]), float(beyond.tokens[median]))
     low, high = np.quantile(errors, [0.16, 0.84])
-    of_median = float(high - low) / 2 / math.sqrt(len(beyond))
-    deviation = math.hypot(posterior.compute_log_deviation(losses), of_median, 1e-12)
+    median_noise = float(high - low) / 2 / math.sqrt(len(beyond))
+    deviation = math.hypot(posterior.compute_log_deviation(losses), median_noise, 1e-12)
     return float(np.median(errors)), deviation
 
 

@@ -137,7 +137,7 @@ class Sample(ComparesArrays):
         return values[:-1], float(values[-1])
 
     def sizes(self, compute: float) -> Array:
-        """Return the best number of parameters of each law, (laws,)."""
+        """Return the best number of parameters at `compute` FLOPs by each law, (laws,)."""
         require_budget(compute)
         sizes: Array = compute_optima(self.constants, compute)[0]
         return sizes
@@ -241,8 +241,8 @@ def _propose_exponents(
 ) -> tuple[Array, Array, Array]:
     """Return exponents drawn from a t distribution about the maximum of likelihood times prior.
 
-    The result is the pairs of exponents (draws, 2), the log densities of the prior (draws,), and
-    those of the proposal.
+    The result is the pairs of exponents (draws, 2), their log densities in the prior (draws,), and
+    those in the t distribution (draws,).
     """
     problem = fit.problem
     theta = problem.from_constants(fit.law.constants)
@@ -276,8 +276,8 @@ def _draw_amplitudes(
     """Draw E, A and B for each pair of exponents; return all constants and sums of squares.
 
     The constants have the shape (draws, 5), and the sums of squares (draws,). The squares are those
-    of relative differences from the predictions of the fit. They are computed with the best
-    amplitudes for the pair, not with the drawn amplitudes.
+    of relative differences from the predictions of the fit. They are computed with the amplitudes
+    E, A and B that fit best for the pair, not with those drawn.
     """
     count = len(fit.runs)
     rows = np.linspace(0, count - 1, min(count, MAX_SAMPLED_RUNS)).astype(int)

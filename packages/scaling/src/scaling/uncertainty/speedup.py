@@ -36,15 +36,15 @@ NARROWINGS = 5
 #: Number of computes at which the error of a law is evaluated.
 CROSSING_POINTS = 3000
 
-#: Number of bisection steps, which determine log compute to 0.05, and of the interpolations after
-#: them, which determine it to about 1e-9.
+#: Number of bisection steps, which determine log compute to within 0.05, and of the interpolations
+#: after them, which determine it to within about 1e-9.
 BISECTIONS = 12
 INTERPOLATIONS = 4
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """The second recipe needs `factor` times `compute` to reach the first recipe's `loss`."""
+    """The second recipe needs `factor` times `compute` FLOPs for the first's `loss` in nats."""
 
     compute: float
     loss: float
@@ -178,7 +178,7 @@ class _Recipe:
         """Return the log of the compute at which the ends of the 95 % band reach a loss.
 
         The band combines the error of the law and `error`, the standard deviation of the log of the
-        loss itself. Its lower end reaches the loss first. Return inf for an end that does not.
+        loss itself. Its lower end reaches the loss first. inf stands for an end that never does.
         """
         grid = np.linspace(*COMPUTE_RANGE, CROSSING_POINTS)
         gaps = np.log(self.compute_best_loss(self.constants, grid) / loss)

@@ -105,8 +105,8 @@ def insert_adapters(
 def _check_ties(model: nn.Module, adapted: Collection[Tensor | None]) -> None:
     """Raise `ValueError` for adapted weights that `from_pretrained` may tie again after a merge.
 
-    A configuration can untie only the input embedding and the head, and only all of these pairs
-    together. Some models, such as T5, and code of users tie other weights as well.
+    A configuration can untie only input embeddings from heads, and only all such pairs together.
+    Some models, such as T5, and the code of users tie other weights as well.
     """
     for module in model.modules():
         if not hasattr(module, "save_pretrained"):

@@ -84,8 +84,8 @@ class LoRA(LowRankUpdate, Replacement):
 
     The update is multiplied by `alpha` / `rank`; `alpha` is `rank` by default. `dropout` applies to
     the inputs of the update. Raises `TypeError` for other layers, and if the layer does not return
-    the product of its weight. Raises `ValueError` if `dropout` would have no effect, and for an
-    invalid rank, alpha or weight.
+    the product with its weight, plus its bias. Raises `ValueError` if `dropout` would have no
+    effect, and for an invalid rank, alpha or weight.
     """
 
     def __init__(
@@ -236,21 +236,21 @@ class LoRA(LowRankUpdate, Replacement):
 
 
 def _check_outputs(base: nn.Module, call: Callable[[Tensor], Any]) -> None:
-    """Raise `TypeError` unless `call` returns the product of the base weight.
+    """Raise `TypeError` unless `call` returns the product with the base weight, plus the bias.
 
     The update is added to these outputs. If a hook or the `forward` of a subclass normalizes or
     scales them, merging the update into the weight would change the function.
     """
     if not is_product(base, call):
         raise TypeError(
-            "expected a layer that returns the product of its weight, got other outputs from the "
+            "expected a layer that returns the product with its weight, got other outputs from the "
             f"forward or the hooks of {type(base).__name__}, so its update could not be merged; "
             "exclude the layer with protect, or remove its hooks"
         )
 
 
 def _require_unmerged(layer: Any, *_: Any) -> None:
-    """Raise `RuntimeError` if the update is merged, because a state dict has the base weight."""
+    """Raise `RuntimeError` if the update is merged: a state dict needs the original base weight."""
     if layer.merged:
         raise RuntimeError(
             "expected adapters that are not merged for a state dict, got merged ones; call "

@@ -53,7 +53,7 @@ class ParameterLoRA(LowRankUpdate, nn.Module):
         return (weight + self.update(weight)).to(weight)
 
     def compute_once(self, owner: nn.Module, _: Any) -> None:
-        """Compute the updated weight before `owner` runs, which may read the weight per expert."""
+        """Compute the updated weight before `owner` runs, which may read it once per expert."""
         parametrizations = cast(Any, owner).parametrizations.values()
         listed = next(listed for listed in parametrizations if listed[-1] is self)
         self.discard()
@@ -70,13 +70,13 @@ class ParameterLoRA(LowRankUpdate, nn.Module):
         return self.__dict__ | {"_updated": None}  # a copy computes the updated weight again
 
 
-def match_parameters(model: nn.Module, wanted: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (module, parameter) for each parameter whose name matches an entry of `wanted`.
+def match_parameters(model: nn.Module, suffixes: Iterable[str]) -> list[tuple[str, str]]:
+    """Return (module, parameter) for each parameter whose name matches an entry of `suffixes`.
 
     A name matches if it equals the entry, or ends with a dot and the entry. Parameters of one
     module are in the order of their registration. Raise `ValueError` if an entry matches none.
     """
-    entries = set(wanted)
+    entries = set(suffixes)
     known = [name for name, _ in model.named_parameters()]
     for entry in entries:
         if not any(f".{name}".endswith(f".{entry}") for name in known):

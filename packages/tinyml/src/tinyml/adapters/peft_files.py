@@ -55,7 +55,8 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
     adapters = require_adapters(model)
     if "" in adapters:
         raise ValueError(
-            "expected adapters inside a module, got a single adapter, which has no name in the file"
+            "expected adapters inside a module, got a single adapter, which has no name in the "
+            "file; pass the module around it"
         )
     single = find_parameter_adapters(model)
     all_adapters: dict[str, LoRA | ParameterLoRA] = {**adapters, **single}

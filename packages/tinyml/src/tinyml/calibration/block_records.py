@@ -26,7 +26,7 @@ class BlockRecord:
 
     def __init__(self, outputs: Any, path: Path) -> None:
         self.path = path
-        #: The outputs with placeholders for tensors. Not all other objects can be pickled.
+        #: The outputs with placeholders for tensors, in memory: other objects may not be picklable.
         self.placeholder = tree_map(_Freed.from_value, outputs)
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         torch.save(copy_values(tensors), path)  # a view would be saved with its whole storage

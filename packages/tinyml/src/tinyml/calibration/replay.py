@@ -215,8 +215,8 @@ class _Replay:
         if not isinstance(inputs, Tensor):
             raise TypeError(
                 f"expected a tensor as the input of {name}, got a {type(inputs).__name__}; a batch "
-                "is the single argument of the model, or a mapping of keyword arguments; of pairs "
-                "(inputs, targets), pass the inputs only"
+                "is the single argument of the model, or a mapping of keyword arguments; for pairs "
+                "(inputs, targets), pass only the inputs"
             )
         self._run.reach(name, inputs)
 
@@ -262,7 +262,7 @@ class _Replay:
 def _find_blocks(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the children of lists of modules that contain some of `layers`, by name.
 
-    Of the blocks inside a block, only those with several layers are returned: running a single
+    A block inside another block is returned only if it contains several layers: running a single
     layer again costs less than storing its outputs.
     """
     blocks: dict[str, nn.Module] = {}

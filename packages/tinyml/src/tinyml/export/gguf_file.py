@@ -44,7 +44,7 @@ _Entry = tuple[int, tuple[int, ...], bytes]
 _BLOCKS: dict[str, tuple[int, int, int]] = {
     "Q4_0": (2, 32, 18), "Q8_0": (8, 32, 34), "Q4_K": (12, 256, 144),
 }  # fmt: skip
-#: The number in the file of each type of dense tensors.
+#: The type number in the file of each dtype of dense tensors.
 _DENSE = {
     torch.float32: 0, torch.float16: 1, torch.int8: 24, torch.int16: 25, torch.int32: 26,
     torch.int64: 27, torch.float64: 28, torch.bfloat16: 30,

@@ -216,10 +216,10 @@ def _get_stored_grid(name: str, layer: nn.Module) -> GridWeight | None:
     return stored
 
 
-def _make_storage_error(name: str, what: str) -> ValueError:
+def _make_storage_error(name: str, content: str) -> ValueError:
     return ValueError(
         f"expected linear layers that were quantized by gptq or quantize(..., layers=[nn.Linear]), "
-        f"got {name} with {what}"
+        f"got {name} with {content}"
     )
 
 

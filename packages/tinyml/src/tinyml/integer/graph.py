@@ -116,7 +116,7 @@ class _Tracer:
         try:
             result: Step = rule(self, node, *self._read_arguments(node, arguments, options, names))
         except (TypeError, AttributeError) as error:  # an argument that no rule supports
-            raise self._make_error(node, "these arguments") from error
+            raise self._make_error(node, "its arguments are not supported") from error
         return result
 
     def _read_arguments(self, node: fx.Node, arguments: Any, options: Any, names: str) -> list[Any]:
@@ -189,7 +189,7 @@ class _Tracer:
     def _convert_activation(
         self, node: fx.Node, x: Step, function: Callable[[Tensor], Tensor]
     ) -> Step:
-        """Add a table, or fold a clamp to a range with zero into `x` if nothing else reads `x`."""
+        """Add a table, or fold a clamp to a range around 0 into `x` if nothing else reads `x`."""
         is_clamp = get_operator(node) in _CLAMPS
         if is_clamp and isinstance(x, _CLAMPED) and self._is_only_reader(node):
             low, high = function(torch.tensor([-1e30, 1e30], device="cpu")).tolist()
@@ -219,7 +219,7 @@ class _Tracer:
         return self._add_step(MatMul, node, [x], weight.to(dtype), shift.to(dtype), geometry)
 
     def _is_only_reader(self, node: fx.Node) -> bool:
-        """Return True if no other node reads the step that `node` reads, under any of its names."""
+        """Return True if only `node` reads its step, even through nodes that do not change it."""
         source: Any = next(n for n in node.all_input_nodes if isinstance(self._values[n], Step))
         step = self._values[source]
         while len(source.users) == 1:
@@ -272,7 +272,7 @@ class _Tracer:
 
     def _convert_cat(self, node: fx.Node, parts: Sequence[Any], dim: int) -> Step:
         if not all(isinstance(part, Step) for part in parts):
-            raise self._make_error(node, "a tensor does not depend on the input")
+            raise self._make_error(node, "a part of it does not depend on the input")
         if dim not in (1, 1 - len(parts[0].shape)):
             raise self._make_error(
                 node, f"it concatenates along dimension {dim}; only 1 is supported"
@@ -319,7 +319,7 @@ _NORM = "input weight bias running_mean running_var training eps momentum cudnn_
 _WINDOW = "self kernel_size stride padding"
 _convert_max_pool = partial(_Tracer._convert_pool, maximum=True)
 #: For each operator, its rule and the names of the arguments that the rule reads. The rule is
-#: called with the walk, the node and these arguments.
+#: called with the tracer, the node and these arguments.
 _RULES: dict[str, tuple[Callable[..., Step], str]] = {
     operator: (rule, names)
     for rule, operators, names in (

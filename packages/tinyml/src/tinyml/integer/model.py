@@ -130,8 +130,8 @@ def _join_batches(batches: Sequence[Tensor]) -> Tensor:
     for batch in listed:
         if not isinstance(batch, Tensor):
             raise TypeError(
-                f"expected tensors as batches, got a {type(batch).__name__}; of pairs (inputs, "
-                "targets), pass the inputs only"
+                f"expected tensors as batches, got a {type(batch).__name__}; if batches are pairs "
+                "(inputs, targets), pass only the inputs"
             )
     values = torch.cat([batch.detach() for batch in listed])
     if not values.numel():

@@ -99,7 +99,7 @@ def _check_names(names: Collection[str], walk: Walk, chosen: Sequence[Group]) ->
 
 
 def _explain_refusal(name: str, walk: Walk) -> str:
-    """Return why the channels of a layer cannot be removed; empty if it is not such a layer."""
+    """Return why the channels of a layer cannot be removed; empty if `name` has no channels."""
     group = next((group for group in walk.list_groups() if name in group.writers), None)
     if group is None:
         return walk.layers_without_units.get(name, "")
@@ -177,7 +177,7 @@ def _make_ranked_copy(
 def _select_units(
     model: nn.Module, walk: Walk, keep: Mapping[Group, Tensor], inputs: tuple[Any, ...]
 ) -> nn.Module:
-    """Reduce `model` in place to the kept units, in the given order, check and return it."""
+    """Reduce `model` in place to the units in `keep`, in this order; return the checked result."""
     attributes = _compute_new_sizes(model, walk, keep)
     zeroed = copy.deepcopy(model)
     chosen = _choose_elements(keep, zeroed)

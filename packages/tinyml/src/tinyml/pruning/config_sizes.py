@@ -4,7 +4,7 @@
 configuration contains the new sizes. The name of a key does not prove its meaning. Therefore a
 model is built from each changed configuration, on the meta device, without memory for weights. The
 change is accepted only if this model has exactly the tensors and attributes of the pruned model.
-Integers that the code was not seen to read may differ (see `SizeReads.read`).
+Integer attributes may differ if no recorded operation reads them (see `SizeReads.read`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def update_config(
 ) -> None:
     """Update the configuration of the pruned `small`, which had the sizes of `dense`, in place.
 
-    `read_integers` are the attributes (module, name) that the code reads. If no configuration
-    describes the pruned model, make `save_pretrained` raise an error.
+    `read_integers` is `SizeReads.read`. If no configuration describes the pruned model, make
+    `save_pretrained` raise an error.
     """
     for name, module in small.named_modules():
         if hasattr(module, "save_pretrained") and hasattr(module, "config"):
@@ -71,8 +71,8 @@ def _find_changes(
 ) -> tuple[_Sizes, dict[tuple[str, str], int]] | None:
     """Return the changes of the configuration that describe `small`, or None if there are none.
 
-    The second value contains the attributes (module, name) of the model with this configuration
-    that differ from those of `small` and that the code was not seen to read.
+    The second value contains the integer attributes (module, name) of the model with this
+    configuration that differ from those of `small` and that no recorded operation reads.
     """
     head_dim = _find_unstated_head_dim(dense)
     before = _build_with_sizes(dense, head_dim)
@@ -84,7 +84,7 @@ def _find_changes(
     lengths = [len(options), *range(1, len(options))]
     subsets = itertools.chain.from_iterable(itertools.combinations(options, n) for n in lengths)
     # A subset with two numbers for one key has the same effect as a smaller one.
-    distinct = (s for s in subsets if len(s) in (len(dict(s)), len(options)))
+    distinct = (s for s in subsets if len(s) == len(dict(s)) or len(s) == len(options))
     for subset in itertools.islice(distinct, _MAX_SETS):
         for sizes in (dict(subset), head_dim | dict(subset)) if head_dim else (dict(subset),):
             built = _build_with_sizes(dense, sizes)

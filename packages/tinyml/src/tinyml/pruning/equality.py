@@ -76,7 +76,7 @@ def _make_call(inputs: tuple[Any, ...], has_batch: Sequence[bool] = ()) -> _Call
     """Return a call with `inputs`, which are copied because the model may write into them.
 
     The call raises `ValueError` if an output for which `has_batch` is True has another batch size
-    than `inputs`. In this case `x.view(-1, 288)` has divided one sample among several rows.
+    than `inputs`, for example because `x.view(-1, 288)` divided one sample among several rows.
     """
 
     def call(model: nn.Module) -> Any:
@@ -127,7 +127,7 @@ def _iter_variants(
             if length > old_length:
                 alternatives += _resize(single, dim, length) + _resize(inputs, dim, length)
         longer_inputs.append(alternatives)
-        # With one position, the outputs for all positions together also have the batch size.
+        # With one position, an output of shape (batch * positions, ...) also has the batch size.
         is_known = first.dim() > 1 and old_length > 1
         has_batch = [is_known and out.shape[:1] == first.shape[:1] for out in outputs]
         yield [_make_call(variant, has_batch) for variant in alternatives]

@@ -33,7 +33,7 @@ from torch import Tensor, fx
 class Slice:
     """The elements of the parameter or buffer `tensor` that contain units.
 
-    Each unit has `width` elements along `axis`, from the element `start`.
+    Each unit has `width` elements along `axis`, and the first unit starts at element `start`.
     """
 
     tensor: str

@@ -34,7 +34,6 @@ _NOISE_SCALES = (0.1, 1.0, 10.0, 100.0)
 #: A magnitude that a normal number exceeds once in 500 million draws.
 _LARGEST_NORMAL = 6.0
 
-
 Criterion = Literal["wanda", "magnitude", "bn_scale", "taylor"]
 Loss = Callable[[nn.Module], Tensor]
 

@@ -129,7 +129,7 @@ def _follow_prelu(walk: Walk, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any
 def _follow_elementwise(walk: Walk, node: fx.Node, *_: Any, **__: Any) -> Any:
     """Merge the units of values that are broadcast to one shape and combined element by element.
 
-    A value without units must be a parameter with an element per unit, or not vary along the units.
+    A value without units must be a parameter with an element per unit, or constant along the units.
     """
     shape = get_shape(node)
     with_units = []
@@ -192,7 +192,7 @@ def _follow_pad(
 def _follow_other_dim(
     walk: Walk, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any, **__: Any
 ) -> Any:
-    """Pass units on unless `dim`, the dimension that the operator changes, is theirs."""
+    """Pass units on unless they are along `dim`, the dimension that the operator changes."""
     units = walk.values[x]
     return walk.block(node) if dim % len(get_shape(x)) == units.dim else units
 

@@ -44,11 +44,11 @@ def sensitivity(
 ) -> Sensitivity:
     """Return the metric of the model with one layer compressed, for every layer and amount.
 
-    `batches` are pairs (inputs, targets), and `metric(model(inputs), targets)` is a number for a
-    dense copy of the model in evaluation mode. Metrics are averaged over the batches, weighted by
-    `len(targets)`. `compress(weight, amount)` returns the trial weight: pruned to a sparsity by
-    default, but any function is possible, such as rounding to `amount` bits. The first dimension of
-    these weights contains the outputs of the layer.
+    `batches` are pairs (inputs, targets), and `metric(outputs, targets)` returns a number for the
+    outputs of a dense copy of the model in evaluation mode. Metrics are averaged over the batches,
+    weighted by `len(targets)`. `compress(weight, amount)` returns the trial weight. By default, it
+    prunes to the sparsity `amount`; another function may round to `amount` bits, for example. The
+    first dimension of these weights contains the outputs of the layer.
     """
     batches = list(batches)  # batches and amounts are read several times
     amounts = list(amounts)

@@ -100,7 +100,7 @@ class FastestLinear(Replacement):
         return attach_gradient(self._run_fastest(input.detach()), dense)
 
     def _run_fastest(self, input: Tensor) -> Tensor:
-        # Neither a recording nor an empty input is timed, and too few features are an error.
+        # Recordings and empty inputs are not timed. Inputs of too few features must raise an error.
         if is_captured() or input.numel() < self.in_features:
             return self.compute_untimed(input)
         return self.implementations[self._choose_implementation(input)](self, input)
@@ -162,7 +162,7 @@ class FastestLinear(Replacement):
         """Return True if the layer should replace a layer in float.
 
         The kernel must be clearly faster than float for one of `DECISION_TOKENS`. If float
-        is selected for one token and takes less than `_SMALL_MS`, the result is False.
+        is selected for a single token and takes less than `_SMALL_MS`, the result is False.
         """
         single = self.get_timing(self.make_example(1))
         if single.selected == "float" and single.milliseconds["float"] < _SMALL_MS:
@@ -251,13 +251,13 @@ def install_fastest_linears(
         )
     check_weights({name: linear for linear, name in linears.items()})
     replacements: dict[nn.Module, nn.Module] = {}
-    for done, (linear, name) in enumerate(linears.items(), 1):
+    for count, (linear, name) in enumerate(linears.items(), 1):
         layer = make(linear)
         if layer is not None and (layer.reference != "float" or layer.has_faster_implementation()):
             layer.training = linear.training
             replacements[linear] = layer
         if progress is not None:
-            progress(name, done, len(linears))
+            progress(name, count, len(linears))
     model = replace_modules(model, replacements)
     avoid_fused_operators(model)
     # Subclasses of nn.Linear are not replaced, because their forward may differ.
@@ -284,7 +284,7 @@ def avoid_fused_operators(model: nn.Module) -> None:
 
 
 def is_compressed_linear_or_conv1d(module: nn.Module) -> bool:
-    """Return True for a compressed `nn.Linear`, and for a `Conv1D` that returns its product."""
+    """Return True for a compressed `nn.Linear`, and for a `Conv1D` whose `forward` is a product."""
     if is_conv1d(module):
         return is_product(module, module.forward)
     # Parametrizing a layer replaces its class by a subclass.

@@ -77,7 +77,7 @@ def compute_grid(rows: Tensor, bits: int, *, symmetric: bool = True) -> Grid:
 def check_grid_bits(bits: int, symmetric: bool) -> None:
     """Raise `ValueError` unless a grid can have this number of bits.
 
-    One bit has two codes, and a symmetric grid has at least three: -1, 0 and 1.
+    One bit has two codes, and a symmetric grid needs at least three: -1, 0 and 1.
     """
     check_bits(bits, f"a grid with {symmetric=}", least=2 if symmetric else 1)
 

@@ -219,7 +219,7 @@ def _summarize(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor
 def _compute_interval_errors(points: Tensor, counts: Tensor) -> Tensor:
     """Return error[i, j], the squared error of the points j..i around their mean; inf if j > i.
 
-    Each point is added to the means and errors of all intervals that end there (Welford's update).
+    Each point is added to the means and errors of all intervals that end at it (Welford's update).
     Differences of prefix sums would lose the errors of small points next to an outlier.
     """
     n = points.numel()

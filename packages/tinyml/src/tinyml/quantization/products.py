@@ -1,7 +1,7 @@
 """Exact products of int8 codes.
 
 Note [Exact products]
-Every function returns the same integers, so the choice changes the time but never a bit.
+Every function that a layer selects returns the same integers, so the choice changes only the time.
 A sum of int8 products is exact in float32 while no partial sum exceeds 2^24. Every partial sum of a
 row of weights w is at most 127 times the sum of |w|. If this bound exceeds 2^24 for a row, sums are
 computed in parts, whose totals are added as integers. The sums are also exact if torch rounds the
@@ -32,7 +32,7 @@ _MIN_SIZE = 16
 
 
 def multiply_in_int8(codes: Tensor, inputs: Tensor) -> Tensor:
-    """Return sums by int8 instructions; raise `RuntimeError` for a shape without support.
+    """Return sums, computed by int8 instructions; raise `RuntimeError` for an unsupported shape.
 
     The sums may saturate; see `is_int8_exact`.
     """
@@ -46,9 +46,9 @@ def multiply_in_int8(codes: Tensor, inputs: Tensor) -> Tensor:
 
 
 def multiply_in_float32(dense: Tensor, inputs: Tensor, *, in_parts: bool) -> Tensor:
-    """Return exact sums by float32 products; `dense` are the codes as float32.
+    """Return exact sums, computed by float32 products; `dense` contains the codes as float32.
 
-    With `in_parts`, the sums are exact for all codes. Without, `fits_float32` must be True.
+    With `in_parts`, the sums are exact for all codes. Without it, `fits_float32` must be True.
     """
     inputs = inputs.float()
     if not in_parts:
@@ -61,7 +61,7 @@ def multiply_in_float32(dense: Tensor, inputs: Tensor, *, in_parts: bool) -> Ten
 
 
 def multiply_in_float64(codes: Tensor, inputs: Tensor) -> Tensor:
-    """Return exact sums by float64 products."""
+    """Return exact sums, computed by float64 products."""
     return (inputs.double() @ codes.t().double()).to(torch.int32)
 
 

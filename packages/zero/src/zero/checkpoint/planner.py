@@ -76,12 +76,12 @@ class LoadPlanner(DefaultLoadPlanner):
         for number, part in enumerate(self._parts):
             saved = metadata.state_dict_metadata[part.name]
             assert isinstance(saved, TensorStorageMetadata)
-            wanted = list(_iter_chunks(part))
-            for item in create_read_items_for_chunk_list(part.name, saved, [c for c, _ in wanted]):
+            boxes = list(_iter_chunks(part))
+            for item in create_read_items_for_chunk_list(part.name, saved, [c for c, _ in boxes]):
                 # Two parts may contain the same elements, so parts are identified by number.
                 index = MetadataIndex(str(number), item.dest_index.offset)
                 items.append(dataclasses.replace(item, dest_index=index))
-            for chunk, values in wanted:
+            for chunk, values in boxes:
                 self._values[MetadataIndex(str(number), chunk.offsets)] = values
         nothing = torch.Size((0,))
         for name in self._names:
@@ -96,7 +96,7 @@ class LoadPlanner(DefaultLoadPlanner):
         )
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the tensor to fill with a box."""
+        """Return the tensor that a box is read into."""
         return self._values[index]
 
 
@@ -136,10 +136,10 @@ def _iter_row_boxes(shape: Sequence[int], row: int, start: int, stop: int) -> It
 def _iter_chunks(part: Part) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
     """Yield the boxes of a part, each with its values in the box's shape."""
     start = 0
-    wanted = iter_boxes(part.shape, part.start, part.stop)
+    boxes = iter_boxes(part.shape, part.start, part.stop)
     if prod(part.shape) == 0:
-        wanted = iter([(tuple(0 for _ in part.shape), tuple(part.shape))])
-    for offsets, sizes in wanted:
+        boxes = iter([(tuple(0 for _ in part.shape), tuple(part.shape))])
+    for offsets, sizes in boxes:
         values = part.values[start : start + prod(sizes)].view(sizes)
         start += values.numel()
         yield ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), values

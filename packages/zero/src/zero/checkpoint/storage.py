@@ -100,7 +100,7 @@ _Written = tuple[list[Any], dict[str, int]]
 
 def _publish(draft: Draft, written: Sequence[_Written]) -> None:
     """Write the checksums of all files, and rename the folder to its final path."""
-    files = {name: crc for _, of_rank in written for name, crc in of_rank.items()}
+    files = {name: crc for _, rank_files in written for name, crc in rank_files.items()}
     files[".metadata"] = checksums.compute_checksum(draft.folder / ".metadata")
     checksums.write(draft.folder, files, draft.token)
     for info in (result.storage_data for results, _ in written for result in results):

@@ -214,12 +214,12 @@ def make_loss_error() -> RuntimeError:
 
 def _match_runs(func: Any, gradients: Sequence[AveragedGradient]) -> list[list[LocalRun]]:
     """Return each gradient's runs; raise RuntimeError if ranges or shapes differ."""
-    runs_of = [gradient.fetch_local_runs() for gradient in gradients]
-    ranges = [[(start, stop) for start, stop, _ in runs] for runs in runs_of]
+    all_runs = [gradient.fetch_local_runs() for gradient in gradients]
+    ranges = [[(start, stop) for start, stop, _ in runs] for runs in all_runs]
     has_one_shape = all(gradient.shape == gradients[0].shape for gradient in gradients)
     if not has_one_shape or any(other != ranges[0] for other in ranges):
         raise _make_combination_error(func)
-    return runs_of
+    return all_runs
 
 
 def _make_combination_error(func: Any) -> RuntimeError:
@@ -233,8 +233,8 @@ def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of an element-wise operator on each run of this rank's elements."""
     leaves, spec = tree_flatten((args, kwargs))
     gradients = [leaf for leaf in leaves if isinstance(leaf, AveragedGradient)]
-    runs_of = _match_runs(func, gradients)
-    ranges = [(start, stop) for start, stop, _ in runs_of[0]]
+    all_runs = _match_runs(func, gradients)
+    ranges = [(start, stop) for start, stop, _ in all_runs[0]]
     is_in_place = func._schema.is_mutable
     target = kwargs.get("out", args[0])
     if is_in_place and not isinstance(target, AveragedGradient):
@@ -244,7 +244,7 @@ def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     shape = gradients[0].shape
     results = []
     for index, (start, stop) in enumerate(ranges):
-        values = iter([runs[index][2] for runs in runs_of])
+        values = iter([runs[index][2] for runs in all_runs])
         local_leaves = [
             next(values)
             if isinstance(leaf, AveragedGradient)

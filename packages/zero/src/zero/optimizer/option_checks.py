@@ -59,14 +59,14 @@ def make_checksum_flags(changes: Options) -> list[bool]:
 
 
 def check_options_match(
-    anywhere: Sequence[bool], changes: Options, communicator: Communicator
+    flags_anywhere: Sequence[bool], changes: Options, communicator: Communicator
 ) -> None:
     """Raise RuntimeError if options differ between ranks.
 
-    anywhere: the element-wise OR of `make_checksum_flags(changes)` over all ranks.
+    flags_anywhere: the element-wise OR of `make_checksum_flags(changes)` over all ranks.
     """
-    ones = anywhere[:CHECKSUM_BITS]
-    zeros = anywhere[CHECKSUM_BITS:]
+    ones = flags_anywhere[:CHECKSUM_BITS]
+    zeros = flags_anywhere[CHECKSUM_BITS:]
     if not any(is_one and is_zero for is_one, is_zero in zip(ones, zeros, strict=True)):
         return
     # Every rank has the same flags, so every rank calls this collective.

@@ -31,7 +31,7 @@ class GroupMember:
             # Unreferenced reducers in reference cycles must not count as alive.
             gc.collect()
         numbers = communicator.gather_objects(list(self._find_living_reducers()))
-        others = sorted({number for of_rank in numbers for number in of_rank})
+        others = sorted({number for rank_numbers in numbers for number in rank_numbers})
         self._number = max(others, default=-1) + 1
         _entries.add(self)
         #: The numbers of the reducers of this group that exist on any rank; equal on all ranks.

@@ -67,7 +67,8 @@ class DecoderAttention(nn.Module):
 
     def __init__(self, weights: Weights, name: str, settings: Settings, layer: int) -> None:
         super().__init__()
-        self.settings, self.layer = settings, layer
+        self.settings = settings
+        self.layer = layer
         self.window = settings.windows[layer]
         self.heads, self.d_head = settings.heads, settings.d_head
         self.q, self.k, self.v = (self._build_projection(weights, name, part) for part in "qkv")

@@ -41,7 +41,8 @@ class DecoderMLP(nn.Module):
         if settings.activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise ValueError(f"activation {settings.activation!r} is not one of {known}")
-        self.act, self.clip = ACTIVATIONS[settings.activation], settings.mlp_clip
+        self.act = ACTIVATIONS[settings.activation]
+        self.clip = settings.mlp_clip
         self.gate = weights.build_linear(f"{name}.gate") if f"{name}.gate" in weights else None
         self.up = weights.build_linear(f"{name}.up")
         self.down = weights.build_linear(f"{name}.down")

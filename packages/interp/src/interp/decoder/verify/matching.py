@@ -43,8 +43,7 @@ _LARGE = Scale("large", score_std=20.0, inner_std=8.0)
 #: value of -1e4. The outputs of all layers are small, because rounding errors would otherwise grow
 #: from layer to layer.
 _HUGE = Scale("huge", score_std=1000.0, inner_std=40.0, value_std=100.0, write_std=1e-4)
-#: Scores with which each query attends to a few keys, far from uniform attention: the defaults of
-#: `Scale`.
+#: The defaults of `Scale`. Each query attends to only a few keys.
 _RANDOM = Scale("random")
 
 

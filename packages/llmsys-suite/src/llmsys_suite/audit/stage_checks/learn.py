@@ -53,11 +53,11 @@ def _check_configuration(run: Run, result: results.Learn) -> Iterator[Check]:
     config = run.config
     if config.resume is not None or count_restarts():
         return
-    wanted = Sources("reported", "the configuration")
-    yield wanted.check_equal("first step", 0, result.begun_at)
-    yield wanted.check_equal("rows", config.rows, result.rows)
-    yield wanted.check_equal("base learning rate", config.learning_rate, result.learning_rate)
-    yield wanted.check_equal("steps", config.learn or DEFAULT_STEPS, len(result.losses))
+    configured = Sources("reported", "the configuration")
+    yield configured.check_equal("first step", 0, result.begun_at)
+    yield configured.check_equal("rows", config.rows, result.rows)
+    yield configured.check_equal("base learning rate", config.learning_rate, result.learning_rate)
+    yield configured.check_equal("steps", config.learn or DEFAULT_STEPS, len(result.losses))
 
 
 def _check_evaluations(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
@@ -69,8 +69,8 @@ def _check_evaluations(folder: RunFolder, result: results.Learn) -> Iterator[Che
     evaluated = [step for step, _ in result.heldout]
     interval = max(1, total // learn.EVALUATIONS)
     expected = [0, *(step for step in range(1, total) if step % interval == 0), total]
-    at = Sources("evaluations", "the first step, the last and each interval")
-    yield at.check_none(
+    intervals = Sources("evaluations", "the first step, the last and each interval")
+    yield intervals.check_none(
         "steps of held-out losses", [] if evaluated == expected else [str(evaluated)]
     )
     train = folder.results.get("train")

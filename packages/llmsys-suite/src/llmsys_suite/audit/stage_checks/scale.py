@@ -70,15 +70,15 @@ def _check_columns(rows: results.Rows) -> Iterator[Check]:
 def check_fit(result: results.Scale) -> Iterator[Check]:
     """Compare the law and its extrapolation with fits by numpy."""
     factor, exponent = _fit_law(result.runs)
-    at = result.extrapolated
+    extrapolated = result.extrapolated
     polynomials = Sources("scaling", "polynomials by numpy")
     yield polynomials.check_equal("exponent", exponent, result.law["exponent"], 1e-6)
     yield polynomials.check_equal("factor", factor, result.law["scale"], 1e-5)
-    size = factor * at["compute_flops"] ** exponent
-    yield polynomials.check_equal("extrapolated size", size, at["parameters"], 1e-5)
+    size = factor * extrapolated["compute_flops"] ** exponent
+    yield polynomials.check_equal("extrapolated size", size, extrapolated["parameters"], 1e-5)
     budget = scale.EXTRAPOLATION_FACTOR * max(row["compute_flops"] for row in result.runs)
     budgets = Sources("scaling", "the largest budget")
-    yield budgets.check_equal("extrapolated budget", budget, at["compute_flops"], 1e-9)
+    yield budgets.check_equal("extrapolated budget", budget, extrapolated["compute_flops"], 1e-9)
 
 
 def _train_again(run: Run, row: results.Row) -> float:

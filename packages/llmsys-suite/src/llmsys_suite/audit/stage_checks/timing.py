@@ -37,8 +37,7 @@ def check_totals(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iter
 def check_speedups(interleaved: Interleaved, peer: str, reported: dict[str, float]) -> Check:
     """Check each reported speedup over the peer.
 
-    A speedup is the reciprocal of the median over rounds of the contender's time divided by the
-    peer's.
+    A speedup is 1 / median, where the median over rounds is that of (contender's time / peer's).
     """
     peers = np.array(interleaved.seconds[peer])
     triples = [

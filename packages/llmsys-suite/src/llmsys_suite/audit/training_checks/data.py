@@ -12,15 +12,15 @@ from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.config import RunConfig
 from llmsys_suite.measure.samples import count_ranks
 
-#: Allowed fraction of held-out windows that occur in the training text. In the standard library one
-#: in 64 is boilerplate.
+#: Allowed fraction of held-out windows that occur in the training text. In Python's standard
+#: library, one window in 64 does, because it is boilerplate.
 REPEATED = 0.1
 
 
 def check_configuration(record: Record) -> Iterator[Check]:
     """Compare config.json with the configuration that the ranks had during the audit."""
-    stored, during = get_json_values(record.config), record.evidence["config"]
-    different = [name for name in stored if stored[name] != during.get(name)]
+    stored = get_json_values(record.config)
+    different = [name for name in stored if stored[name] != record.evidence["config"].get(name)]
     yield Sources("config.json", "the ranks' configuration").check_none("configuration", different)
 
 

@@ -23,7 +23,7 @@ def check_counts(record: Record) -> Iterator[Check]:
     yield full.check_equal(
         "FLOPs per step, full attention", counts["flops_full"], plan.step_flops_full
     )
-    causal = Sources("plan", "torch's counter, half of attention's products left out")
+    causal = Sources("plan", "torch's counter, masked products of attention left out")
     yield causal.check_equal(
         "FLOPs per step, causal", counts["flops_causal"], plan.step_flops_causal, 1e-9
     )

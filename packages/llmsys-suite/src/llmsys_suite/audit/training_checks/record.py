@@ -104,6 +104,6 @@ class Record:
                 if not sample["warmup"]:
                     seconds[name][sample["step"]].append(seconds_of(sample))
         return {
-            name: {step: reduce(of_ranks) for step, of_ranks in steps.items()}
+            name: {step: reduce(rank_values) for step, rank_values in steps.items()}
             for name, steps in seconds.items()
         }

@@ -121,7 +121,7 @@ def check_rounds(record: Record) -> Iterator[Check]:
         for (rank, step), start_time in start_times.items()
         if start_time < stop_times.get((rank, step - 1), -math.inf)
     ]
-    clock = Sources("each rank's clock", "the end of the round before")
+    clock = Sources("each rank's clock", "the end of the previous round")
     yield clock.check_none("variants are interleaved step by step", early)
 
 

@@ -129,10 +129,10 @@ def check_stored_tensors(record: Record) -> Iterator[Check]:
 
 
 def check_losses(record: Record) -> Iterator[Check]:
-    """Compare the losses of all variants with one process and with training repeated in float32.
+    """Compare the losses of all variants with those of one process and of a training in float32.
 
     Also compare the reported losses with the samples. In bf16, the losses of each variant must
-    differ from float32.
+    differ from those in float32 if there are at least `LEAST_STEPS` steps.
     """
     curves = record.losses
     one_process = curves[SINGLE]
@@ -167,7 +167,7 @@ def _compute_differences(
     """Return (`compute_loss_difference`, description) for each loss of each variant."""
     differences = []
     for variant, curve in curves.items():
-        for step, (actual, wanted) in enumerate(zip(curve, expected, strict=False)):
-            where = f"{variant} step {step}: {actual:.9g}, {wanted:.9g}"
-            differences.append((compute_loss_difference(actual, wanted), where))
+        for step, (actual, reference) in enumerate(zip(curve, expected, strict=False)):
+            where = f"{variant} step {step}: {actual:.9g}, {reference:.9g}"
+            differences.append((compute_loss_difference(actual, reference), where))
     return differences
