@@ -62,8 +62,8 @@ PRELOADED = [
 #: other processes, so two threads that start and end processes can lose one: it becomes 255.
 _EXIT_CODES = threading.Lock()
 
-#: The ranks of `run_on_shared_ranks`, by the file of the function and the number of ranks.
-_shared_ranks: dict[tuple[str, int], list[_Rank]] = {}
+#: The ranks of `run_on_shared_ranks`, by the file of the function.
+_shared_ranks: dict[str, list[_Rank]] = {}
 
 
 @dataclass(frozen=True)
@@ -109,18 +109,21 @@ def run_on_shared_ranks(
 ) -> list[Any]:
     """Call `function(*args)` on `world` ranks as `run_ranks` does, without starting them each time.
 
-    Calls with functions of one file and one number of ranks share the ranks. Each call has a new
-    process group, a new store file and the seed of a new process; other changes of a rank's state
-    remain. If a call fails, the next one starts new ranks. `close_shared_ranks` ends the ranks.
+    Calls with functions of one file share the ranks: a call uses the first `world` of them, and
+    starts those that are missing. Each call has a new process group, a new store file and the seed
+    of a new process; other changes of a rank's state remain. If a call fails, the next one starts
+    new ranks. `close_shared_ranks` ends the ranks.
     """
-    key = _get_file(function), world
-    ranks = _shared_ranks.pop(key, None) or [_Rank() for _ in range(world)]
+    file = _get_file(function)
+    ranks = _shared_ranks.pop(file, [])
+    ranks += [_Rank() for _ in range(world - len(ranks))]
+    used = ranks[:world]
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = _call(ranks, function, args, folder, timeout, backend, is_last=False)
-        if any(outcome.failed for outcome in outcomes) or not all(r.is_ready() for r in ranks):
+        outcomes = _call(used, function, args, folder, timeout, backend, is_last=False)
+        if any(outcome.failed for outcome in outcomes) or not all(r.is_ready() for r in used):
             _close(ranks)
         else:
-            _shared_ranks[key] = ranks
+            _shared_ranks[file] = ranks
     return _get_values(outcomes)
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from collectives import plain
 from collectives.shared_memory import segment
-from worker_pool import run_ranks
+from worker_pool import run_on_shared_ranks
 
 SIZES = (0, 1, 3, 1000, 70_001)
 
@@ -40,4 +40,4 @@ def run_all():
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive), 3, 4])
 def test_minimal_implementation_sums_and_the_package_equals_it(world):
-    run_ranks(run_all, world)
+    run_on_shared_ranks(run_all, world)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from worker_pool import run_ranks
+from worker_pool import run_on_shared_ranks, run_ranks
 
 MIB = 2**20
 DTYPES = (torch.float32, torch.float32, torch.float64)
@@ -163,7 +163,7 @@ def test_all_designs_give_the_same_bits_and_match_one_process(
 ) -> None:
     last = 100 * world + 10 * accumulate + 2
     seeds = list(range(last + 1 - num_steps, last + 1))
-    ranks = run_ranks(
+    ranks = run_on_shared_ranks(
         train_all_designs, world, seeds, num_steps, accumulate, world > 2, timeout=120
     )
     for seed, *of_seed in zip(seeds, *ranks, strict=True):

@@ -826,8 +826,15 @@ def exchanges_gradients(kind: str, bucket_size_mb: float, has_custom_memory: boo
     return True
 
 
-@pytest.mark.parametrize("has_custom_memory", [False, True])
-@pytest.mark.parametrize("bucket_size_mb", [100 / MIB, 25.0])
+@pytest.mark.parametrize(
+    ("bucket_size_mb", "has_custom_memory"),
+    [
+        (100 / MIB, False),
+        (25.0, True),
+        pytest.param(100 / MIB, True, marks=pytest.mark.exhaustive),
+        pytest.param(25.0, False, marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.parametrize("kind", [*CHANGES, "memory"])
 def test_parameters_may_exchange_gradients(kind, bucket_size_mb, has_custom_memory) -> None:
     ranks = run_on_shared_ranks(exchanges_gradients, 2, kind, bucket_size_mb, has_custom_memory)

@@ -19,7 +19,7 @@ from ddp import (
 )
 from ddp.metering.trace import list_bars
 from torch import nn
-from worker_pool import run_ranks
+from worker_pool import run_on_shared_ranks, run_ranks
 
 MIB = 2**20
 LAYERS = 6
@@ -235,7 +235,7 @@ def train_on_gloo() -> tuple:
 
 
 def test_completion_time_is_recorded_when_the_collective_completes() -> None:
-    for finish_times, waiting, ends in run_ranks(train_on_gloo, 2):
+    for finish_times, waiting, ends in run_on_shared_ranks(train_on_gloo, 2):
         assert len(ends) == 2
         assert max(ends) <= finish_times <= waiting
 
@@ -260,4 +260,4 @@ def evaluate_often() -> int:
 
 
 def test_forward_passes_without_backward_are_dropped() -> None:
-    assert run_ranks(evaluate_often, 1) == [100]
+    assert run_on_shared_ranks(evaluate_often, 1) == [100]

@@ -303,42 +303,54 @@ def make_dense(gradient: torch.Tensor | None) -> torch.Tensor:
     return torch.zeros(()) if gradient is None else gradient.to_dense()
 
 
+def run_program(program: dict) -> None:
+    try:
+        run = Run(program["seed"], program["model"], program["options"])
+        for action in program["actions"]:
+            run.do(*action)
+        run.finish(program["uneven"])
+    except Exception as error:
+        error.add_note(f"program {program}")
+        raise
+
+
 def run_programs(seeds: range, max_actions: int) -> int:
     for seed in seeds:
-        program = draw_program(seed, max_actions)
-        try:
-            run = Run(seed, program["model"], program["options"])
-            for action in program["actions"]:
-                run.do(*action)
-            run.finish(program["uneven"])
-        except Exception as error:
-            error.add_note(f"program {program}")
-            raise
+        run_program(draw_program(seed, max_actions))
     return len(seeds)
 
 
-def run_usual_programs() -> tuple[int, int]:
+def draw_compiled_program() -> dict:
+    """Return a program with a compiled wrapper whose parameters are replaced."""
+    program = draw_program(COMPILED_SEED, 4)
+    # Dynamo compiles the passes of this step one by one, and the error did not depend on it.
+    assert program["actions"].pop(2)[0] == "step"
+    return program
+
+
+def run_usual_programs() -> int:
     """Run short programs and a longer one, which is compiled."""
-    compiled = range(COMPILED_SEED, COMPILED_SEED + 1)
-    return run_programs(range(1, NUM_USUAL + 1), 1), run_programs(compiled, 4)
+    count = run_programs(range(1, NUM_USUAL + 1), 1)
+    run_program(draw_compiled_program())
+    return count
 
 
 @cache
-def get_outcomes_of_usual_programs() -> list[tuple[int, int]]:
+def get_outcomes_of_usual_programs() -> list[int]:
     return run_ranks(run_usual_programs, 2, timeout=300)
 
 
 @pytest.mark.filterwarnings("default")
 def test_random_programs_train_like_one_process() -> None:
-    assert get_outcomes_of_usual_programs() == [(NUM_USUAL, 1)] * 2
+    assert get_outcomes_of_usual_programs() == [NUM_USUAL] * 2
 
 
 @pytest.mark.filterwarnings("default")
 def test_parameters_of_a_compiled_wrapper_may_be_replaced() -> None:
-    program = draw_program(COMPILED_SEED, 4)
+    program = draw_compiled_program()
     assert program["model"]["compiled"] == "wrapper"
-    assert ("assign",) in program["actions"]
-    assert [compiled for _, compiled in get_outcomes_of_usual_programs()] == [1, 1]
+    assert ("assign",) in program["actions"][1:-1]
+    assert len(get_outcomes_of_usual_programs()) == 2
 
 
 @pytest.mark.exhaustive

@@ -219,7 +219,8 @@ def test_a_compiled_function_may_slice_interleaved_caches_of_several_buffers():
 
 
 @pytest.mark.parametrize(
-    "layout", ["heads", "new keys", pytest.param("pages", marks=pytest.mark.exhaustive)]
+    "layout",
+    ["heads", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("new keys", "pages"))],
 )
 def test_compiled_caches_that_overlap_another_input_are_refused(layout):
     """The graph would assume the storage offsets of its first call.  Slices inside are right."""
@@ -425,11 +426,8 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         ({"cache_seqlens": 2**40}, ValueError, f"from 0 to 8: .* got {2**40}"),
         ({"cache_seqlens": np.int64(9)}, ValueError, "from 0 to 8: .* got 9"),
         ({"cache_seqlens": 7, "k": CACHE[:, :, :2], "v": CACHE[:, :, :2]}, ValueError, "0 to 6"),
-        (
-            {"cache_seqlens": [1, 2]},
-            TypeError,
-            "cache_seqlens to be a torch.Tensor, got list",
-        ),
+        ({"cache_seqlens": [1, 2]}, TypeError, "an int or an int32 tensor, got list"),
+        ({"cache_seqlens": True}, TypeError, "an int or an int32 tensor, got bool"),
         ({"cache_seqlens": torch.tensor([1, 2])}, ValueError, "cache_seqlens to be int32 of shape"),
         ({"block_table": TABLE.long()}, ValueError, "block_table to be int32 .* got torch.int64"),
         (

@@ -67,6 +67,7 @@ class Options:
     position_offset: int = 0
     stretches_after: int | None = None
     masked_score: float = float("-inf")
+    stream_limit: float = float("inf")
 
 
 def rotate(x: Tensor, options: Options) -> Tensor:
@@ -183,7 +184,7 @@ class Model(nn.Module):
         if not o.rotary:
             x = x + self.position(torch.arange(tokens.shape[1]) + o.position_offset)
         for block in list(self.blocks)[:: -1 if o.reverses_layers else 1]:
-            x = block(x, tokens)
+            x = block(x, tokens).clamp(-o.stream_limit, o.stream_limit)
         x = self.norm(x)
         logits = self.head(self.norm(x) if o.norms_again else x) * o.logit_scale
         return logits if o.logit_cap is None else o.logit_cap * (logits / o.logit_cap).tanh()
@@ -244,6 +245,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "clamped activation": {"activation": lambda x: F.silu(x).clamp(max=7)},
     "activation clamped at 20": {"activation": lambda x: F.silu(x).clamp(max=20)},
     "activation clamped at 50": {"activation": lambda x: F.silu(x).clamp(max=50)},
+    "stream clamped at 100": {"stream_limit": 100.0},
+    "stream clamped at 1000": {"stream_limit": 1000.0},
     "hidden scores of -100": {"masked_score": -100.0},
     "hidden scores of -1000": {"masked_score": -1000.0},
     "parallel residual": {"parallel": True},
@@ -967,7 +970,7 @@ def test_comparisons_of_one_scale_share_random_weights() -> None:
     roles = assign_roles(tensors)
     settings = describe(build_model(), context=CONTEXT).settings
     random_weights = RandomWeights(tensors, roles, settings, gain_offset=0.0)
-    scales = Scale("random"), Scale("large", score_std=20.0)
+    scales = Scale(), Scale(score_std=20.0)
     first, large = random_weights.draw(scales[0], 0), random_weights.draw(scales[1], 0)
     redrawn = random_weights.draw(scales[0], 0)
     other_seed = random_weights.draw(scales[0], 1)

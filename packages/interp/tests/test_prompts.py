@@ -250,7 +250,10 @@ def test_scores_of_heads_do_not_depend_on_padding(attention: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("scan", [patch_streams, patch_edges, edge_attribution])
+@pytest.mark.parametrize(
+    "scan",
+    [patch_streams, pytest.param(patch_edges, marks=pytest.mark.exhaustive), edge_attribution],
+)
 def test_metrics_that_read_padding_are_refused(scan: Callable[..., Any]) -> None:
     decoder = get_description("LlamaForCausalLM")
     mask = torch.ones_like(TOKENS)

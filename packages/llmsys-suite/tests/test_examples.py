@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from scaling import sweep_learning_rate
-from worker_pool import run_ranks
+from worker_pool import run_on_shared_ranks
 
 FOLDER = Path(__file__).parents[1] / "examples"
 RATES = FOLDER / "learning_rate.py"
@@ -27,14 +27,14 @@ def read_last_losses(*scripts: str) -> list[float]:
 @pytest.fixture(scope="module")
 def alone() -> float:
     """Return the loss of one process, from the simplest script."""
-    ((loss,),) = run_ranks(read_last_losses, 1, str(FOLDER / "naive_data_parallel.py"))
+    ((loss,),) = run_on_shared_ranks(read_last_losses, 1, str(FOLDER / "naive_data_parallel.py"))
     return loss
 
 
 @pytest.fixture(scope="module")
 def on_two_ranks() -> dict[Path, list[float]]:
     """Return the losses of both ranks from each script; the same two processes run them all."""
-    ranks = run_ranks(read_last_losses, 2, *map(str, EXAMPLES))
+    ranks = run_on_shared_ranks(read_last_losses, 2, *map(str, EXAMPLES))
     return dict(zip(EXAMPLES, zip(*ranks, strict=True), strict=True))
 
 

@@ -30,7 +30,7 @@ from run_folders import create_folder
 from safetensors.torch import save_file
 from worker_pool import run_on_shared_ranks, run_ranks
 
-STEPS, ROWS = 12, 4
+STEPS, ROWS = 8, 4
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])

@@ -176,7 +176,7 @@ def stop_once(worker, folder, slow):
 @pytest.mark.parametrize(
     ("seconds", "period", "values"),
     [
-        (6.0, 5.0, [5, 3]),  # a restarted process may take longer than one period to join
+        (4.0, 3.5, [5, 3]),  # a restarted process may take longer than one period to join
         (600.0, 1.0, [5, None]),  # it is killed after two periods
     ],
 )

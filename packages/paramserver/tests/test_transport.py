@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from worker_pool import run_ranks
+from worker_pool import run_on_shared_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))  # the processes that `run` starts import it by name
 
@@ -76,7 +76,7 @@ def join_and_train(steps, servers, optimizer):
 @pytest.mark.parametrize(("world", "servers"), [(3, (1,)), (3, (0, 2))])
 def test_ranks_of_an_existing_group_equal_one_process(world, servers):
     expected = train_alone(4, world, ADAMW)
-    for parameters in run_ranks(join_and_train, world, 4, servers, ADAMW):
+    for parameters in run_on_shared_ranks(join_and_train, world, 4, servers, ADAMW):
         assert_equal_parameters(parameters, expected)
 
 
@@ -86,7 +86,7 @@ def join_repeatedly(steps):
 
 def test_group_can_be_joined_repeatedly():
     expected = train_alone(2, 2, ADAMW)
-    for results in run_ranks(join_repeatedly, 2, 2):
+    for results in run_on_shared_ranks(join_repeatedly, 2, 2):
         for parameters in results:
             assert_equal_parameters(parameters, expected)
 
@@ -108,7 +108,7 @@ def join_part_of_a_group(steps):
 
 
 def test_subset_of_ranks_can_join_and_finish_training():
-    first, outside, third = run_ranks(join_part_of_a_group, 3, 3)
+    first, outside, third = run_on_shared_ranks(join_part_of_a_group, 3, 3)
     assert outside is None
     for parameters in (first, third):
         assert_equal_parameters(parameters, train_alone(3, 2, ADAMW))

@@ -93,8 +93,19 @@ def test_weights_that_are_not_numbers_are_refused_and_the_model_is_left_as_it_wa
         torch.testing.assert_close(tensor, before[key], equal_nan=True, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int8])
-@pytest.mark.parametrize("name", FINITE_ONLY)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float8_e4m3fn) for name in FINITE_ONLY),
+        *((name, torch.int8) for name in ("quantize", "IntegerModel")),
+        ("quantize", torch.complex64),
+        *(
+            pytest.param(name, dtype, marks=pytest.mark.exhaustive)
+            for name in FINITE_ONLY
+            for dtype in (torch.complex64, torch.int8)
+        ),
+    ],
+)
 def test_weights_of_unsupported_types_are_refused_by_name(name, dtype):
     model = build_convnet()
     weight = model[3].weight.detach().to(dtype)

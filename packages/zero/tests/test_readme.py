@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from worker_pool import run_ranks
+from worker_pool import run_on_shared_ranks, run_ranks
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -74,7 +74,7 @@ def average_weights(stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_readmes_average_of_the_weights_equals_torchs(stage):
-    assert all(run_ranks(average_weights, 2, stage))
+    assert all(run_on_shared_ranks(average_weights, 2, stage))
 
 
 def find_newest_rows(run, case, key):

@@ -120,7 +120,7 @@ def fail_in_each_collective(stage, in_wait):
         (1, False),
         pytest.param(1, True, marks=pytest.mark.exhaustive),
         pytest.param(2, False, marks=pytest.mark.exhaustive),
-        (2, True),
+        pytest.param(2, True, marks=pytest.mark.exhaustive),
         pytest.param(3, False, marks=pytest.mark.exhaustive),
         (3, True),
     ],

@@ -274,10 +274,11 @@ def make_length_tensor(
         if not 0 <= length <= _compute_capacity(cache, table) - new:
             raise ValueError(f"{_describe_length_rule(new, cache, table)}, got {length}")
         return torch.full((batch,), length, dtype=torch.int32, device=q.device)
-    # `check_int32` also raises an error for a bool.
-    lengths: Tensor = cache_seqlens  # type: ignore[assignment]
-    check_int32("cache_seqlens", lengths, (batch,), q)
-    return lengths
+    if not isinstance(cache_seqlens, Tensor):
+        kind = type(cache_seqlens).__name__
+        raise TypeError(f"expected cache_seqlens to be an int or an int32 tensor, got {kind}")
+    check_int32("cache_seqlens", cache_seqlens, (batch,), q)
+    return cache_seqlens
 
 
 def check_values(

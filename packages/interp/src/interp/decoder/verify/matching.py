@@ -36,15 +36,12 @@ _SHORT_LENGTH = 16
 
 #: A stream whose mean square, 9e-6, is about the epsilon of the norms, so that a wrong epsilon
 #: changes the logits.
-_SMALL = Scale("small", stream_std=3e-3)
+_SMALL = Scale(stream_std=3e-3)
 #: Scores and activations that reach caps and clamps: a cap of 50 on scores, the clamps of gpt-oss.
-_LARGE = Scale("large", score_std=20.0, inner_std=8.0)
-#: Large scores, values and activations that reveal bounds no trained model reaches, such as a mask
-#: value of -1e4. The outputs of all layers are small, because rounding errors would otherwise grow
-#: from layer to layer.
-_HUGE = Scale("huge", score_std=1000.0, inner_std=40.0, value_std=100.0, write_std=1e-4)
-#: The defaults of `Scale`. Each query attends to only a few keys.
-_RANDOM = Scale("random")
+_LARGE = Scale(score_std=20.0, inner_std=8.0)
+#: Large streams, scores, values and activations that reveal bounds no trained model reaches. The
+#: outputs of layers are relatively small, so that rounding errors do not grow from layer to layer.
+_HUGE = Scale(stream_std=1e3, score_std=1e3, inner_std=40.0, value_std=100.0, write_ratio=1e-4)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,7 +50,7 @@ class Probe:
 
     #: The name of the comparison.
     name: str
-    scale: Scale = _RANDOM
+    scale: Scale = field(default_factory=Scale)
     #: The shape of the tokens is (rows, length).
     length: int
     rows: int = 1

@@ -29,18 +29,17 @@ _STRIDE = 1009
 class Scale:
     """The standard deviations of a model's activations under random weights."""
 
-    name: str
     #: The embeddings, the initial residual stream.
     stream_std: float = 1.0
-    #: The attention scores.
+    #: The attention scores. With the default, each query attends to a few keys.
     score_std: float = 2.5
     #: The gate and up projections of the MLP.
     inner_std: float = 1.5
     #: The values of the attention.
     value_std: float = 1.0
-    #: The outputs of attention and MLP, for inputs of their output projections with a standard
-    #: deviation of 1. The default is `stream_std`. Models of more than 4 layers use a fraction.
-    write_std: float | None = None
+    #: The outputs of attention and MLP, divided by `stream_std`, for inputs of their output
+    #: projections with a standard deviation of 1. Models of more than 4 layers use a fraction.
+    write_ratio: float = 1.0
 
 
 class RandomWeights:
@@ -63,6 +62,10 @@ class RandomWeights:
         # Queries and keys with this standard deviation have scores with a standard deviation of 1.
         self.unit_query_std = (settings.scale * settings.d_head**0.5) ** -0.5
         self.has_query_norms = any(".q_norm." in role for role in roles.values())
+        # Without norms before queries, a large stream would make scores larger than `score_std`.
+        has_norms = settings.bare_norms or any(".norm1." in role for role in roles.values())
+        is_scaled = settings.positions_in_attention or not has_norms
+        self.max_stream_std = 1.0 if is_scaled else float("inf")
         self._noise: tuple[int, Tensor] | None = None
 
     def draw(self, scale: Scale, seed: int) -> dict[str, Tensor]:
@@ -111,13 +114,14 @@ class RandomWeights:
     def _compute_output_std(self, part: str, scale: Scale) -> float:
         """Return the standard deviation of the output of a module, such as "attention.q"."""
         query_std = self.unit_query_std * scale.score_std**0.5
+        stream_std = min(scale.stream_std, self.max_stream_std)
         if part in ("attention.q_norm", "attention.k_norm"):
             return query_std
         if part.endswith(("q_down", "kv_down")):
             # A small latent makes the epsilon of its norm visible.
-            return min(query_std, scale.stream_std * query_std)
+            return min(query_std, stream_std * query_std)
         if part.startswith("attention.q") or part in ("attention.k", "attention.kv_up"):
-            return scale.stream_std if self.has_query_norms else query_std
+            return stream_std if self.has_query_norms else query_std
         std_of_part = {
             "attention.sinks": scale.score_std,
             "attention.v": scale.value_std,
@@ -125,12 +129,10 @@ class RandomWeights:
             "mlp.router": 1.5,
             "unembed": 30.0,
         }
-        if part in std_of_part:
-            return std_of_part[part]
         if part in ("embed", "embed_norm", "position"):
-            return scale.stream_std
+            return stream_std
         if part in ("attention.o", "attention_out", "mlp_out") or part.endswith("down"):
-            return (scale.write_std or scale.stream_std) * min(1.0, 2 / self.layers**0.5)
+            return stream_std * scale.write_ratio * min(1.0, 2 / self.layers**0.5)
         if part.endswith(("up", "gate")):
             return scale.inner_std
-        return 1.0
+        return std_of_part.get(part, 1.0)
