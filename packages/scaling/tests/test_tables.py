@@ -157,6 +157,11 @@ def test_several_lists_of_records_are_refused_and_one_is_explained():
     assert "the records are those of 'runs'" in load_runs({"runs": records, "n": 3}).explanation
     with pytest.raises(ValueError, match=r"\['runs', 'results'\] are several lists of records"):
         load_runs({"runs": records, "results": records[:2]})
+    # Hugging Face's dataset viewer and MLflow's REST API return long tables in pages.
+    for page in ({"num_rows_total": 4}, {"next_page_token": "x"}):
+        with pytest.raises(ValueError, match="'rows' has one page of a longer list"):
+            load_runs({"rows": records} | page)
+    assert len(load_runs({"rows": records, "num_rows_total": 3, "next_page_token": ""})) == 3
 
 
 @pytest.mark.parametrize("library", ["pandas", "polars", "polars.lazy", "pyarrow"])
@@ -908,7 +913,7 @@ def test_sweep_is_read_as_its_best_setting_with_all_seeds():
     "column",
     [
         *("optimizer", "optimizer.name", "config.lr_scheduler_type", "schedule", "dtype"),
-        *("activation_function", "posEmbType", "lr_decay_style"),
+        *("activation_function", "posEmbType", "lr_decay_style", "lr_sched", "opt"),
     ],
 )
 def test_method_that_changes_with_the_budget_is_refused_with_both_readings(column):
@@ -1181,6 +1186,14 @@ def test_units_of_loss_and_kinds_of_parameters_are_explained():
     assert "bits per byte" in bits.explanation
     perplexity = {"N": BASE["N"], "D": BASE["D"], "val_ppl": np.exp(BASE["loss"])}
     np.testing.assert_allclose(load_runs(perplexity).loss, BASE["loss"])
+    in_bits = BASE | {"ppl": np.exp2(BASE["loss"]).round(2)}
+    with pytest.raises(ValueError, match=r"'loss' may be in bits, because ln 'ppl' is ln 2 times"):
+        load_runs(in_bits)
+    for unit in (1, np.log(2)):
+        loss = load_runs(in_bits, units={"loss": unit}).loss
+        np.testing.assert_allclose(loss, np.multiply(unit, BASE["loss"]))
+    training = BASE | {"train_ppl": np.exp(np.subtract(BASE["loss"], 0.9)), "ppl": [9, 5, "-"]}
+    assert "loss by 'loss', not 'ppl'" in load_runs(training).explanation
     counted = {"non_embedding_params": BASE["N"], "tokens": BASE["D"], "loss": BASE["loss"]}
     assert "non-embedding" in load_runs(counted).explanation
     both = counted | {"total_params": np.multiply(2, BASE["N"])}

@@ -160,11 +160,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--device", default="cpu", help="torch device of the sweeps")
     add("--quick", action="store_true", help="run for seconds instead of minutes")
     add("--json", type=Path, help="write the rows to this file")
-    data_help = "also fit this file; default: Chinchilla's in $SCALING_DATA"
-    add("--data", type=Path, default=points, help=data_help)
     options = vars(parser.parse_args(argv))
     file = options.pop("json")
-    rows = bench(**options)
+    rows = bench(**options, data=points)
     if file:
         file.write_text(json.dumps(rows, indent=1) + "\n")
     for row in rows:

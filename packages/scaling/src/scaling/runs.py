@@ -25,10 +25,10 @@ from scaling.tables.columns import (
     require_tokens_of_all_epochs,
     require_tokens_of_text,
 )
-from scaling.tables.derived import TIMES, find_token_factors
 from scaling.tables.grouping import cluster
 from scaling.tables.history import keep_last_rows
-from scaling.tables.names import Column, match_columns
+from scaling.tables.matching import TIMES, find_token_factors, match_columns
+from scaling.tables.names import Column
 from scaling.tables.scales import LARGEST_LOSS, complete_quantities
 from scaling.tables.selection import (
     drop_rows_without_loss,

@@ -107,7 +107,7 @@ class MLA:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts that replaces the MLP of a layer."""
+    """A mixture of experts that replaces an MLP; `shared` is a width, not a number of experts."""
 
     count: int
     per_token: int

@@ -13,11 +13,11 @@ from scaling.sweeps.sweep import Sweep, build_sweep
 from scaling.tables.cells import flag_blank_cells, list_some, parse_numbers, require_unambiguous
 from scaling.tables.columns import parse_positive
 from scaling.tables.grouping import SAME_SETTING, SAME_SIZE, SAME_TOKENS, cluster, encode_settings
+from scaling.tables.matching import format_ambiguity
 from scaling.tables.names import (
     SWEEP_NAMES,
     WORDS,
     find_set_word,
-    format_ambiguity,
     is_current_step,
     is_planned_steps,
     is_setting_name,

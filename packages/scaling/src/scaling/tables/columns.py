@@ -12,16 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.tables.cells import flag_blank_cells, list_some, parse_numbers, require_unambiguous
-from scaling.tables.derived import TIMES, classify_factor, list_token_products
 from scaling.tables.grouping import SAME_TOKENS
-from scaling.tables.names import (
-    WORDS,
-    Column,
+from scaling.tables.matching import (
+    TIMES,
     Match,
+    classify_factor,
     format_ambiguity,
-    parse_text_unit,
-    split_words,
+    list_token_products,
 )
+from scaling.tables.names import WORDS, Column, parse_text_unit, split_words
 from scaling.tables.scales import SMALLEST_MEDIAN
 from scaling.tables.states import is_true
 from scaling.tables.table import Reading, Table
@@ -138,9 +137,12 @@ def _compare_rival(reading: Reading, quantity: str, column: Column, rival: Colum
 def _compare_alternative(reading: Reading, quantity: str, column: Column, other: Column) -> str:
     """Return the reason why a column of another kind is not read.
 
-    Raises `ValueError` if the order of two counts of parameters contradicts their names.
+    Raises `ValueError` if the order of two counts of parameters contradicts their names, or if a
+    perplexity shows that a loss may be in bits.
     """
     reason = f"{quantity} by {column.name!r}, not {other.name!r}"
+    if quantity == "loss":
+        _require_nats(reading, column, other)
     if quantity != "parameters":
         return reason
     is_active = "active" in column.kinds and "active" not in other.kinds
@@ -163,6 +165,25 @@ def _compare_alternative(reading: Reading, quantity: str, column: Column, other:
         return f"{reason}: C = 6 N D counts only active parameters"
     remedy = f"to count without embeddings, pass columns={{{quantity!r}: {other.name!r}}}"
     return f"{reason}: with embeddings; {remedy}"
+
+
+def _require_nats(reading: Reading, column: Column, other: Column) -> None:
+    """Raise `ValueError` if another column is a perplexity whose logarithm is ln 2 times the loss.
+
+    Either the loss is in bits, or the perplexity is 2 to the power of a loss in nats. A perplexity
+    of other text, or of another stage of the training, does not have this ratio in every row.
+    """
+    is_known = "loss" in reading.units or column.description not in ("", "training")
+    if is_known or not other.description.endswith("perplexity"):
+        return
+    ratio = np.log(_parse_plausible(reading, "loss", other)) / reading.values["loss"]
+    if not (np.abs(ratio / math.log(2) - 1) <= ROUNDING).all():
+        return
+    raise ValueError(
+        f"column {column.name!r} may be in bits, because ln {other.name!r} is ln 2 times this loss"
+        f" in every row: pass units={{'loss': {math.log(2):.6f}}} if it is in bits, or"
+        " units={'loss': 1} if it is in nats"
+    )
 
 
 def _parse_plausible(reading: Reading, quantity: str, column: Column) -> Array:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.tables.cells import parse_numbers
-from scaling.tables.table import Table
+from scaling.tables.table import Reading, Table
 from scaling.units import Array
 
 #: Largest relative difference at which the sizes of two runs count as equal.
@@ -16,8 +16,14 @@ SAME_SIZE = 0.01
 #: Largest relative difference at which the tokens, or the compute, of two runs count as equal.
 SAME_TOKENS = 0.05
 
+#: Largest relative differences between runs of the same design: their size, tokens and compute.
+DESIGN_TOLERANCES = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": SAME_TOKENS}
+
 #: Largest relative difference at which two numbers of a setting count as equal, due to rounding.
 SAME_SETTING = 1e-4
+
+#: Maximum number of rows that are searched for unknown settings: a million would take seconds.
+MAX_SEARCHED_ROWS = 5000
 
 
 def cluster(values: Array, tolerance: float, max_factor: float = 2.0) -> NDArray[np.intp]:
@@ -63,6 +69,48 @@ def encode_settings(
         keys.append(codes)
     index: NDArray[np.intp] = np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
     return index
+
+
+def bin_designs(reading: Reading) -> list[NDArray[np.intp]]:
+    """Return the bin of each row on the axes of a design; equal values have the same bin."""
+    return [
+        np.floor(np.log(reading.values[k]) / np.log1p(tolerance)).astype(np.intp)
+        for k, tolerance in DESIGN_TOLERANCES.items()
+        if k in reading.values
+    ]
+
+
+def choose_searched_rows(keys: Sequence[NDArray[np.intp]]) -> NDArray[np.intp]:
+    """Return the rows that are searched for unknown settings, at most `MAX_SEARCHED_ROWS`.
+
+    Only runs that are repeated show a setting. They may be far apart, as in joined exports of two
+    experiments. Therefore, complete groups of rows with equal keys are chosen first, evenly over
+    the sorted groups. The first rows of the table fill the remainder.
+    """
+    num_rows = len(keys[0])
+    if num_rows <= MAX_SEARCHED_ROWS:
+        return np.arange(num_rows)
+    order = np.lexsort(keys)
+    is_start = np.any([np.diff(key[order], prepend=-1) != 0 for key in keys], axis=0)
+    groups = np.cumsum(is_start) - 1
+    is_repeated = np.bincount(groups) > 1
+    repeated = is_repeated[groups]
+    step = -(-np.count_nonzero(repeated) // MAX_SEARCHED_ROWS) or 1
+    chosen = order[repeated & (((np.cumsum(is_repeated) - 1) % step)[groups] == 0)]
+    # A large group is sampled at random: every n-th row might have one of two settings only.
+    chosen = np.random.default_rng(0).permutation(chosen)[:MAX_SEARCHED_ROWS]
+    first = np.setdiff1d(np.arange(MAX_SEARCHED_ROWS), chosen)
+    return np.sort(np.concatenate([chosen, first])[:MAX_SEARCHED_ROWS])
+
+
+def encode_designs(reading: Reading, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Return the index of the design (size, tokens, compute) of each of some rows."""
+    keys = []
+    for k, tolerance in DESIGN_TOLERANCES.items():
+        if k in reading.values:
+            keys.append(cluster(reading.values[k][rows], tolerance, 1 + tolerance))
+    codes: NDArray[np.intp] = np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
+    return codes
 
 
 def select_below_cuts(axis: Array, fractions: Sequence[float]) -> list[NDArray[np.bool_]]:

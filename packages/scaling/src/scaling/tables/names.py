@@ -1,13 +1,14 @@
 """Recognition of the columns that contain parameters, tokens, compute and loss.
 
-The most specific name is chosen: `train_tokens` is preferred to `d`, which may be a width. A name
-may also state a unit, that embeddings are not counted, or that the loss is in bits; see `Column`.
+The most specific name has the highest rank: `train_tokens` is preferred to `d`, which may be a
+width. A name may also state a unit, that embeddings are not counted, or that the loss is in bits;
+see `Column`.
 """
 
 import math
 import re
 import tomllib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from importlib.resources import files
 
@@ -100,128 +101,6 @@ class Column:
     kinds: frozenset[str] = frozenset()
     #: True if the name ends with a single letter, which may also stand for layers or a width.
     is_letter: bool = False
-
-
-@dataclass(frozen=True)
-class Match:
-    """The chosen column for each name of `Runs`, and the columns that could be read instead."""
-
-    chosen: dict[str, Column]
-    #: Columns that should contain the same numbers, so they must agree with the chosen column.
-    rivals: dict[str, list[Column]]
-    #: Columns that count another kind of parameters, and less specific losses.
-    alternatives: dict[str, list[Column]]
-
-
-def match_columns(present: Sequence[str], named: Mapping[str, str], source: str) -> Match:
-    """Return the columns of a table that match the names of `Runs`.
-
-    `named` contains the user's choices. Raises `ValueError` if a column is missing or if two
-    columns are equally likely.
-    """
-    if unknown := set(named) - set(NAMES):
-        raise ValueError(f"expected names among {list(NAMES)} in columns=…, got {sorted(unknown)}")
-    result = Match({}, {}, {})
-    for quantity in NAMES:
-        if quantity in named:
-            name = named[quantity]
-            if name not in present:
-                raise ValueError(f"{source} has no column {name!r}; it has {list(present)}")
-            if other := next((k for k, c in result.chosen.items() if c.name == name), None):
-                raise ValueError(f"columns={{…}}: {name!r} cannot be both {other} and {quantity}")
-            result.chosen[quantity] = recognize(name, quantity) or Column(name)
-            continue
-        # A name that the user chose for another quantity, such as the loss "c", is not this one.
-        free = [name for name in present if name not in named.values()]
-        likely = [c for name in free if (c := recognize(name, quantity))]
-        if likely:
-            _choose(quantity, likely, source, result)
-    if "loss" not in result.chosen or len(result.chosen) < 3:
-        missing = [k for k in ("loss", "tokens", "parameters", "compute") if k not in result.chosen]
-        raise ValueError(
-            f"{source} has columns {list(present)}; expected a loss and two of parameters, tokens"
-            f" and compute, recognized {sorted(result.chosen)}; name another column with"
-            f" columns={{{missing[0]!r}: '…'}}{_format_bytes_remedy(present)}"
-            f"{_format_logarithm_remedy(present, missing)}"
-        )
-    return result
-
-
-def _format_logarithm_remedy(present: Iterable[str], missing: Container[str]) -> str:
-    """Return the remedies for columns of logarithms of missing quantities; empty without any."""
-    remedies = []
-    for name in present:
-        words = split_words(name)
-        start = next((i for i, word in enumerate(words) if word in LOGARITHMS), len(words))
-        stem = " ".join(words[start + 1 :])
-        quantity = next((k for k in NAMES if k in missing and recognize(stem, k)), "")
-        if not quantity:
-            continue
-        base = {"log10": "10", "log2": "2", "ln": "e"}.get(words[start], "base")
-        remedies.append(
-            f"; replace the logarithms {name!r} by a column {stem!r} of {base} ** {name!r}, or"
-            f" confirm numbers that are not logarithms with columns={{{quantity!r}: {name!r}}}"
-        )
-    return "".join(remedies)
-
-
-def _format_bytes_remedy(present: Iterable[str]) -> str:
-    """Return the remedy if a column is a size of text, such as bytes; otherwise an empty string."""
-    for name in present:
-        if parse_text_unit(name):
-            return (
-                f"; if {name!r} is the size of the text, pass columns={{'tokens': {name!r}}} and"
-                " units={'tokens': …} with the tokens that your tokenizer makes of one unit"
-            )
-    return ""
-
-
-def parse_text_unit(name: str) -> float:
-    """Return the bytes of one unit of a column with the size of the text; 0 for other columns."""
-    return next((TEXT_UNITS[word] for word in split_words(name) if word in TEXT_UNITS), 0.0)
-
-
-def _choose(quantity: str, likely: list[Column], source: str, result: Match) -> None:
-    """Choose the most specific candidate column; record the others as rivals or alternatives.
-
-    Raises `ValueError` if several candidates are equally specific.
-    """
-    preferred = _select_preferred(likely)
-    best_rank = max(column.rank for column in preferred)
-    best = [column for column in preferred if column.rank == best_rank]
-    if len(best) > 1:
-        raise ValueError(
-            f"{source}: {format_ambiguity(quantity, [column.name for column in best])}"
-        )
-    result.chosen[quantity] = best[0]
-    result.rivals[quantity] = []
-    result.alternatives[quantity] = []
-    for column in likely:
-        if column is best[0]:
-            continue
-        if quantity != "loss" and (column in preferred or column.is_letter):
-            result.rivals[quantity].append(column)
-        elif not column.is_letter:
-            result.alternatives[quantity].append(column)
-
-
-def format_ambiguity(quantity: str, names: Sequence[str]) -> str:
-    """Return the message that several columns may be a quantity, and how to choose one."""
-    readings = " or ".join(f"columns={{{quantity!r}: {name!r}}}" for name in names)
-    return f"columns {list(names)} may each be the {quantity}; choose one with {readings}"
-
-
-def _select_preferred(likely: list[Column]) -> list[Column]:
-    """Return the columns of the kind that C = 6 N D needs, without single letters if possible.
-
-    Active parameters of a mixture of experts are preferred to all parameters, because only active
-    parameters cause compute. Parameters with embeddings are preferred to those without.
-    """
-    if any("active" in c.kinds for c in likely):
-        likely = [c for c in likely if "active" in c.kinds]
-    if any("non-embedding" not in c.kinds for c in likely if not c.is_letter):
-        likely = [c for c in likely if "non-embedding" not in c.kinds]
-    return [c for c in likely if not c.is_letter] or likely
 
 
 def recognize(name: str, quantity: str) -> Column | None:
@@ -390,6 +269,11 @@ def _parse_loss_unit(words: list[str]) -> tuple[str, float]:
         if {unit, f"{unit}s"} & {*words} or f"per{unit}" in joined:
             return f"nats per {unit}", 1.0
     return "", 1.0
+
+
+def parse_text_unit(name: str) -> float:
+    """Return the bytes of one unit of a column with the size of the text; 0 for other columns."""
+    return next((TEXT_UNITS[word] for word in split_words(name) if word in TEXT_UNITS), 0.0)
 
 
 def find_set_word(name: str) -> str:

@@ -11,8 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scaling.tables.cells import flag_blank_cells, list_some, parse_numbers
-from scaling.tables.derived import TIMES, classify_factor
-from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster, encode_settings
+from scaling.tables.grouping import (
+    DESIGN_TOLERANCES,
+    SAME_SIZE,
+    SAME_TOKENS,
+    bin_designs,
+    choose_searched_rows,
+    cluster,
+    encode_designs,
+    encode_settings,
+)
+from scaling.tables.matching import TIMES, classify_factor
 from scaling.tables.names import (
     WORDS,
     find_set_word,
@@ -23,9 +32,6 @@ from scaling.tables.names import (
 )
 from scaling.tables.states import flag_diverged, parse_flags
 from scaling.tables.table import Reading, Table
-
-#: Maximum number of rows that are searched for unknown settings: a million would take seconds.
-MAX_SEARCHED_ROWS = 5000
 
 # Note [Thresholds of settings]
 # Names, dates and measurements have more values than a setting, and notes about single runs differ
@@ -43,9 +49,6 @@ SETTING_FRACTION = 0.5
 
 #: Largest number of different cells in a column of two values, such as 0, 0.0, False and 1.
 MAX_NOTATIONS = 6
-
-#: Largest relative differences between runs of the same design: their size, tokens and compute.
-DESIGN_TOLERANCES = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": SAME_TOKENS}
 
 
 def drop_rows_without_loss(reading: Reading) -> None:
@@ -116,12 +119,12 @@ def keep_best_settings(reading: Reading, started: Table) -> None:
     """
     names = list_setting_columns(reading)
     if not names:
-        searched = _choose_searched_rows(_bin_designs(reading))
-        _require_known_settings(reading, searched, _encode_designs(reading, searched), names)
+        searched = choose_searched_rows(bin_designs(reading))
+        _require_known_settings(reading, searched, encode_designs(reading, searched), names)
         rows = np.arange(len(reading.table))
         _require_compared_methods(reading, rows, rows, names)
         return
-    design = _encode_designs(reading, np.arange(len(reading.table)))
+    design = encode_designs(reading, np.arange(len(reading.table)))
     setting = encode_settings(reading.table, names)
     pairs, pair_of_row = np.unique(np.stack([design, setting]), axis=1, return_inverse=True)
     pair_of_row = pair_of_row.reshape(-1)
@@ -139,7 +142,7 @@ def keep_best_settings(reading: Reading, started: Table) -> None:
             f" mean loss{condition} is read, and {len(design) - len(keep)} runs of other settings"
             " are left out"
         )
-    searched = _choose_searched_rows([pair_of_row])
+    searched = choose_searched_rows([pair_of_row])
     _require_known_settings(reading, searched, pair_of_row[searched], names)
     _require_compared_methods(reading, keep, design, names)
     reading.select(keep)
@@ -301,48 +304,6 @@ def _require_compared_methods(
             f" several laws; select one value with where={{{name!r}: {texts[0]!r}}}, or read all"
             f" runs as one law with ignore=[{name!r}]"
         )
-
-
-def _bin_designs(reading: Reading) -> list[NDArray[np.intp]]:
-    """Return the bin of each row on the axes of a design; equal values have the same bin."""
-    return [
-        np.floor(np.log(reading.values[k]) / np.log1p(tolerance)).astype(np.intp)
-        for k, tolerance in DESIGN_TOLERANCES.items()
-        if k in reading.values
-    ]
-
-
-def _choose_searched_rows(keys: Sequence[NDArray[np.intp]]) -> NDArray[np.intp]:
-    """Return the rows that are searched for unknown settings, at most `MAX_SEARCHED_ROWS`.
-
-    Only runs that are repeated show a setting. They may be far apart, as in joined exports of two
-    experiments. Therefore, complete groups of rows with equal keys are chosen first, evenly over
-    the sorted groups. The first rows of the table fill the remainder.
-    """
-    num_rows = len(keys[0])
-    if num_rows <= MAX_SEARCHED_ROWS:
-        return np.arange(num_rows)
-    order = np.lexsort(keys)
-    is_start = np.any([np.diff(key[order], prepend=-1) != 0 for key in keys], axis=0)
-    groups = np.cumsum(is_start) - 1
-    is_repeated = np.bincount(groups) > 1
-    repeated = is_repeated[groups]
-    step = -(-np.count_nonzero(repeated) // MAX_SEARCHED_ROWS) or 1
-    chosen = order[repeated & (((np.cumsum(is_repeated) - 1) % step)[groups] == 0)]
-    # A large group is sampled at random: every n-th row might have one of two settings only.
-    chosen = np.random.default_rng(0).permutation(chosen)[:MAX_SEARCHED_ROWS]
-    first = np.setdiff1d(np.arange(MAX_SEARCHED_ROWS), chosen)
-    return np.sort(np.concatenate([chosen, first])[:MAX_SEARCHED_ROWS])
-
-
-def _encode_designs(reading: Reading, rows: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Return the index of the design (size, tokens, compute) of each of some rows."""
-    keys = []
-    for k, tolerance in DESIGN_TOLERANCES.items():
-        if k in reading.values:
-            keys.append(cluster(reading.values[k][rows], tolerance, 1 + tolerance))
-    codes: NDArray[np.intp] = np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
-    return codes
 
 
 def list_setting_columns(reading: Reading) -> list[str]:
