@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 from figures import assert_at_most
 from llmsys_suite import cli
+from llmsys_suite.audit import stage_checks
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.learning import evaluation
@@ -59,9 +60,9 @@ learn = 8
 def run_as_rank(values):
     """Run all stages as this rank, with fewer repetitions; return the exit status."""
     os.environ[launch.STORE] = os.environ["STORE_FILE"]
-    links.SIZES = (1 << 20,)
-    parallel.ITERATIONS = 4
-    scale.SEEDS = 1
+    links.SIZES = stage_checks.links.SIZES = (1 << 20,)
+    parallel.ITERATIONS = stage_checks.parallel.ITERATIONS = 4
+    scale.SEEDS = stage_checks.scale.SEEDS = 1
     evaluation.WRITTEN_TOKENS = 20
     return worker.run_rank(RunConfig.from_json(values))[0]
 

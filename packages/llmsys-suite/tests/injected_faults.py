@@ -856,6 +856,9 @@ FAULTS: list[Fault] = [
     Fault("attention", "a kernel is left out", lambda run: edit(attention, lambda result: result.rows.pop())),
     Fault("links", "a collective is left out", lambda run:
         edit(links, lambda result: result.rows.__setitem__(slice(None), [r for r in result.rows if r["case"] != "all_gather"]))),
+    Fault("links", "a message size is left out", lambda run: mock.patch.object(links, "SIZES", links.SIZES[1:])),
+    Fault("scale", "a budget is left out", lambda run: mock.patch.object(scale, "GRID", scale.GRID[1:])),
+    Fault("parallel", "two steps are timed", lambda run: mock.patch.object(parallel, "ITERATIONS", 2)),
     Fault("parallel", "the slowest split is left out", lambda run: edit(parallel, lambda result: result.rows.pop())),
     Fault("scale", "runs that do not fit the law are left out", lambda run:
         around(scale, "fit_law", lambda original, runs: original(runs[:-1]))),

@@ -225,15 +225,18 @@ def rank_main() -> int:
 @contextmanager
 def shorten_stages() -> Iterator[None]:
     """Reduce all repetitions and sizes of the stages inside the block."""
+    grid = tuple((c, (4, 8, 12, 16)) for c in (2.5e7, 5e7, 1e8))
     with ExitStack() as stack:
         for module, values in (
             (plan, {"PRODUCTS_SECONDS": 0.2}),
-            (links, {"SIZES": (1 << 20,)}),
+            (links, {"SIZES": (1 << 19, 1 << 20)}),
+            (stage_checks.links, {"SIZES": (1 << 19, 1 << 20)}),
             (parallel, {"ITERATIONS": 4}),
             (stage_checks.parallel, {"ITERATIONS": 4}),
             (evaluation, {"WRITTEN_TOKENS": 2, "HELDOUT_ROWS": 8}),
             (stage_checks.learn, {"HELDOUT_ROWS": 8}),
-            (scale, {"GRID": tuple((c, (4, 8, 12, 16)) for c in (2.5e7, 5e7, 1e8)), "SEEDS": 1}),
+            (scale, {"GRID": grid, "SEEDS": 1}),
+            (stage_checks.scale, {"GRID": grid, "SEEDS": 1}),
         ):
             stack.enter_context(mock.patch.multiple(module, **values))
         yield

@@ -14,12 +14,17 @@ from llmsys_suite.audit.check import Check, Sources, compare_rows
 from llmsys_suite.audit.inputs import get_float64_parameters, move_to_device
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import LOSS, compute_loss_tolerance
+from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.model import ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import scale
 from llmsys_suite.variants.initial_weights import build_seeded_model
 
+#: Pairs of a budget in FLOPs, to be multiplied by `--steps`, and the model widths of its runs.
+GRID = ((1.35e8, (4, 6, 10, 14)), (2.7e8, (4, 8, 12, 16)), (5.8e8, (6, 10, 14, 20)))
+#: Number of seeds. The budgets of a seed are 1.1 times those of the previous seed.
+SEEDS = 2
 #: Number of windows of the held-out text on which the losses of the runs are measured.
 HELDOUT_ROWS = 256
 
@@ -27,12 +32,20 @@ HELDOUT_ROWS = 256
 def check_records(folder: RunFolder, result: results.Scale) -> Iterator[Check]:
     """Check that the table has every run, its columns by formulas, and the fit by repeating it."""
     trained = [(row["compute_flops"], row["width"], row["seed"]) for row in result.runs]
-    yield compare_rows("runs", scale.plan_runs(folder.config), trained)
+    yield compare_rows("runs", _list_planned_runs(folder.config), trained)
     yield from _check_columns(result.runs)
     if result.law:
         yield from check_fit(result)
     missing = [] if result.law or result.warnings else ["no reason is reported"]
     yield Sources("scaling", "the runs").check_none("law that is missing", missing)
+
+
+def _list_planned_runs(config: RunConfig) -> Iterator[tuple[float, int, int]]:
+    """Return the budget in FLOPs, the width and the seed of each run that belongs to the stage."""
+    for i in range(SEEDS):
+        for budget, widths in GRID:
+            for width in widths:
+                yield config.steps * budget * 1.1**i, width, config.seed + i
 
 
 def check_stage(run: Run, result: results.Scale) -> Iterator[Check]:
