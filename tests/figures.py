@@ -24,6 +24,13 @@ def read_cpu_model() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def select_by_avx512(with_avx512: float, without_avx512: float) -> float:
+    """Return the figure for processors with AVX-512, or the one for processors without it."""
+    import torch
+
+    return with_avx512 if "AVX512" in torch.backends.cpu.get_cpu_capability() else without_avx512
+
+
 def assert_at_least(
     figure: str, expected: float, measured: float, unit: str = "x", margin: float = MARGIN
 ) -> None:

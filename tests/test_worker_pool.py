@@ -83,11 +83,11 @@ def test_shared_ranks_serve_many_calls_in_new_process_groups():
 
 
 def test_calls_with_more_and_fewer_ranks_share_processes():
-    of_two = [pid for pid, *_ in run_on_shared_ranks(describe_process, 2, [])]
-    of_three = run_on_shared_ranks(describe_process, 3, [])
-    assert [pid for pid, *_ in of_three[:2]] == of_two
-    assert [total for _, total, *_ in of_three] == [3.0] * 3
-    assert run_on_shared_ranks(describe_process, 1, [])[0][:2] == (of_two[0], 0.0)
+    pids_of_two = [pid for pid, *_ in run_on_shared_ranks(describe_process, 2, [])]
+    three_results = run_on_shared_ranks(describe_process, 3, [])
+    assert [pid for pid, *_ in three_results[:2]] == pids_of_two
+    assert [total for _, total, *_ in three_results] == [3.0] * 3
+    assert run_on_shared_ranks(describe_process, 1, [])[0][:2] == (pids_of_two[0], 0.0)
 
 
 def test_shared_ranks_are_new_after_a_failure():

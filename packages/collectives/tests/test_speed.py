@@ -30,12 +30,12 @@ pytestmark = pytest.mark.timing
 def measure_ratios(sizes, percentile=50, rounds=15):
     """Return gloo's time over ours by size, for any tensor and for shared ones.
 
-    The ratios of all rounds are reduced to a percentile, by default the median. A round of 100 MiB
-    takes a second, and its ratios vary little.
+    The ratios of all rounds are reduced to a percentile, by default the median. At 100 MiB at most
+    11 rounds are measured, because a round takes a second and its ratios vary little.
     """
     measured = {}
     for size in sizes:
-        rounds = min(rounds, 11) if size == 100 * MIB else rounds
+        num_rounds = min(rounds, 11) if size == 100 * MIB else rounds
         plain = torch.randn(size // 4)
         shared = collectives.shared_empty(size // 4).copy_(plain)
         contenders = {
@@ -43,7 +43,9 @@ def measure_ratios(sizes, percentile=50, rounds=15):
             "any": partial(collectives.all_reduce, plain),
             "shared": partial(collectives.all_reduce, shared),
         }
-        times = bench.time_interleaved(contenders, size, quick=False, device="cpu", rounds=rounds)
+        times = bench.time_interleaved(
+            contenders, size, quick=False, device="cpu", rounds=num_rounds
+        )
         measured[size] = [
             float(np.percentile(times["gloo"].rounds / times[name].rounds, percentile))
             for name in ("any", "shared")

@@ -40,6 +40,11 @@ def test_a_training_that_diverges_ends_with_the_step_and_a_remedy(loss):
         training_state.require_finite(loss, 3)
 
 
+def test_evaluations_and_checkpoints_follow_every_nth_step_and_the_last():
+    assert [n for n in range(1, 13) if training_state.is_due(n, 12, 5)] == [2, 4, 6, 8, 10, 12]
+    assert [n for n in range(1, 14) if training_state.is_due(n, 13, 2)] == [6, 12, 13]
+
+
 def make_run(out, resume, learn_rows=ROWS, options=None):
     """Return the state of this rank in a run that trains on this file."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -17,7 +17,7 @@ from figures import assert_at_most
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling import ScalingWarning, load_runs
-from scaling.tables.names import recognize
+from scaling.tables.names import is_method_name, recognize
 
 COLUMNS = ("parameters", "tokens", "loss")
 
@@ -1005,6 +1005,13 @@ def test_method_that_was_compared_at_each_budget_is_a_setting():
         assert len(load_runs(rows[:-1])) == 4
     with pytest.raises(ValueError, match="not every size and number of tokens was run with each"):
         load_runs(rows[1:])
+
+
+def test_optima_and_marks_of_optima_are_not_methods():
+    rows = [{"N": n, "D": 20 * n, "loss": 3 - n / 1e10} for n in (1e8, 2e8, 4e8, 8e8)]
+    marked = [row | {"N_opt": "" if row["N"] > 3e8 else "1e8"} for row in rows]
+    assert len(load_runs(marked)) == 4
+    assert not is_method_name("is_opt")
 
 
 def test_repetitions_and_rows_that_are_not_searched_are_explained():

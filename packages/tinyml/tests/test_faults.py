@@ -174,7 +174,7 @@ REPLACES_WEIGHTS = {
 def test_torchscript_is_refused_with_the_name_of_the_module(name, kind):
     model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(SCRIPTED[kind]()), nn.Linear(32, 32))
     with pytest.raises(
-        ValueError, match=r"without TorchScript, got 1\.0, .*script or trace the re"
+        ValueError, match=r"got a scripted or traced module at 1\.0; .*script or trace the re"
     ):
         REPLACES_WEIGHTS[name](model)
 

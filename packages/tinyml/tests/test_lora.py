@@ -205,6 +205,15 @@ def test_adapters_go_in_all_or_not_at_all(arguments, message):
     assert are_same(take_snapshot(model), before)
 
 
+def test_an_error_at_a_later_layer_leaves_the_model_unchanged():
+    model = nn.Sequential(Odd())
+    model[0].narrow.weight.data[0, 0] = torch.inf
+    before = take_snapshot(model)
+    with pytest.raises(ValueError, match="finite values in the adapted weight"):
+        add_lora(model, 2)
+    assert are_same(take_snapshot(model), before)
+
+
 def test_merging_twice_or_a_part_is_refused():
     model = merge(build_adapted())
     before = take_snapshot(model)

@@ -171,7 +171,7 @@ def clip_on_one_rank(stage):
     model(torch.ones(2, 5)).sum().backward()
     communicator = model.communicator if stage == 3 else optimizer.communicator
     dist.barrier()
-    # Only the collectives that must fail have a short timeout.
+    # Only the collectives that must fail have a short timeout. Creating the group may take longer.
     communicator.group = dist.new_group(timeout=timedelta(seconds=3))
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), communicator.group)
     if dist.get_rank() == 1:

@@ -28,6 +28,7 @@ from worker_pool import run_ranks, try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from worker_pool import run_on_shared_ranks
 from zero import FSDP, fully_shard, load_checkpoint
 from zero.fsdp.unit import UnitState
@@ -76,6 +77,11 @@ def use_state_dicts_of_torch(folder):
         zeros = {k.removeprefix(prefix): v for k, v in partial.items()}
         set_model_state_dict(part(other), partial, options=not_strict)
         assert are_same(other.gather_full_params(), {**expected, **zeros})
+    unsharded = fully_shard(make(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    unsharded.unshard()
+    set_model_state_dict(unsharded, dict(zeros), options=not_strict)  # it adds entries
+    # The weights that were not loaded are not rounded to bfloat16.
+    assert are_same(get_model_state_dict(unsharded, options=full), {**expected, **zeros})
     plain = make(4)
     load_checkpoint(f"{folder}/False", plain)
     assert are_same(plain.state_dict(), expected)

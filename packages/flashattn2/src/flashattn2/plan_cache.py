@@ -17,7 +17,7 @@ from flashattn2.validation import PLAIN_TYPES
 # Validation and the choice of a backend depend only on shapes, dtypes, layouts, devices and
 # options.  The result is therefore stored per signature, and a second call skips both.  Compared
 # with torch's CPU kernel for a few tokens, every Python statement here takes measurable time: the
-# whole call should spend at most 15 us in Python (test_speed.py states what was measured).
+# whole call should spend at most 15 us in Python (test_speed.py states the measured times).
 
 
 class Plan(NamedTuple):

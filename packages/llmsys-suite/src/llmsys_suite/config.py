@@ -158,7 +158,7 @@ def build_possible_layouts(size: Size, world: int, rows: int) -> dict[str, Layou
 
 
 def find_group_size(size: Size, world: int) -> int:
-    """Return the largest divisor below `world` of `world`, num_heads and d_ff; 1 if there is none.
+    """Return the largest common divisor of `world`, num_heads and d_ff below `world`, or 1.
 
     For example, a model with twelve heads trains on eight ranks in two groups of four.
     """

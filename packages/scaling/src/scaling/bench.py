@@ -152,7 +152,10 @@ def minimize_by_lbfgs(runs: Runs, starts: int, delta: float = 1e-3) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the rows of `bench`; also write them as JSON if `--json` is passed."""
+    """Print the rows of `bench`; also write them as JSON if `--json` is passed.
+
+    If the variable SCALING_DATA is set, Chinchilla's runs in this folder are fitted as well.
+    """
     folder = os.environ.get("SCALING_DATA")
     points = Path(folder) / "chinchilla_svg_extracted_data.csv" if folder else None
     parser = argparse.ArgumentParser(prog="python -m scaling.bench", description=__doc__)

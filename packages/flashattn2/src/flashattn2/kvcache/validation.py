@@ -276,7 +276,10 @@ def make_length_tensor(
         return torch.full((batch,), length, dtype=torch.int32, device=q.device)
     if not isinstance(cache_seqlens, Tensor):
         kind = type(cache_seqlens).__name__
-        raise TypeError(f"expected cache_seqlens to be an int or an int32 tensor, got {kind}")
+        raise TypeError(
+            f"expected cache_seqlens to be an int or an int32 tensor, got {kind}: pass one int for "
+            "all sequences, or torch.tensor(lengths, dtype=torch.int32, device=q.device)"
+        )
     check_int32("cache_seqlens", cache_seqlens, (batch,), q)
     return cache_seqlens
 

@@ -136,7 +136,10 @@ def _patch_pair(
 
 
 def find_sites_and_heads(model: Decoder, part: str) -> tuple[list[str], int]:
-    """Return a part's site in each block, and its number of heads; raise ValueError if unknown."""
+    """Return the site of a part in each block, and its number of heads.
+
+    Raises ValueError for an unknown part.
+    """
     attention = model.layers[0].attention
     heads_of = {
         ":input": 1,

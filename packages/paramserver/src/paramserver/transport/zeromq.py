@@ -44,7 +44,8 @@ _LOG = logging.getLogger(__name__)
 #: Seconds between two WAIT messages to a waiting worker.
 _KEEP_ALIVE_SECONDS = 1.0
 #: If an iteration of the loop starts more than this many seconds after the previous one, the
-#: process was probably suspended. With a short timeout, the limit is half of it, at least 0.25.
+#: process was probably suspended. With a short timeout, the limit is half of the timeout, but at
+#: least 0.25 s.
 _SUSPENDED_SECONDS = 3.0
 #: Seconds between two reports of a full disk.
 _FULL_DISK_REPORT_SECONDS = 10.0

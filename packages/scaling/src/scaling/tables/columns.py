@@ -173,7 +173,8 @@ def _require_nats(reading: Reading, column: Column, other: Column) -> None:
     Either the loss is in bits, or the perplexity is 2 to the power of a loss in nats. A perplexity
     of other text, or of another stage of the training, does not have this ratio in every row.
     """
-    is_known = "loss" in reading.units or column.description not in ("", "training")
+    has_unit = "loss" in reading.units or "nats" in split_words(column.name)
+    is_known = has_unit or column.description not in ("", "training")
     if is_known or not other.description.endswith("perplexity"):
         return
     ratio = np.log(_parse_plausible(reading, "loss", other)) / reading.values["loss"]

@@ -311,6 +311,9 @@ def is_method_name(name: str) -> bool:
     words = split_words(name)
     while words[-1:] and words[-1] in WORDS["method_fillers"]:
         words = words[:-1]
+    # Names such as "N_opt" and "is_opt" mean an optimum.
+    if words[-1:] == ["opt"] and not {*words[:-1]} <= {"config", "args", "train", "training"}:
+        return False
     return has_ending(" ".join(words), WORDS["methods"])
 
 

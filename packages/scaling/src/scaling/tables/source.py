@@ -83,8 +83,8 @@ def _read_mapping(content: Mapping[str, Any]) -> Table:
         total = content.get("num_rows_total")
         if content.get("next_page_token") or (isinstance(total, int) and total > len(table)):
             raise ValueError(
-                f"{key!r} has one page of a longer list: pass the records of all pages, or pass"
-                " only these records to read this page"
+                f"{key!r} has one page of a longer list, {len(table)} records: pass the records of"
+                " all pages, or pass only these records to read this page"
             )
         table.choices.append(f"the records are those of {key!r}")
         return table

@@ -41,7 +41,8 @@ def add_lora(
     `parameters` selects single parameters by the ends of their names, such as
     "experts.gate_up_proj" for fused experts; layers are then adapted only if `targets` names them.
     The update of a parameter is merged by `merge_and_unload` only. `dropout` applies to the inputs
-    of the updates of linear layers. Single parameters have no dropout, as in peft.
+    of the updates of linear layers in training mode. A new adapter has the mode of its layer.
+    Single parameters have no dropout, as in peft.
     """
     require_no_adapters(model)
     names = (parameters,) if isinstance(parameters, str) else tuple(parameters)

@@ -189,7 +189,10 @@ class _Tracer:
     def _convert_activation(
         self, node: fx.Node, x: Step, function: Callable[[Tensor], Tensor]
     ) -> Step:
-        """Add a table, or fold a clamp to a range around 0 into `x` if nothing else reads `x`."""
+        """Add a table, or fold a clamp into `x`.
+
+        A clamp is folded if its range contains 0 and nothing else reads `x`.
+        """
         is_clamp = get_operator(node) in _CLAMPS
         if is_clamp and isinstance(x, _CLAMPED) and self._is_only_reader(node):
             low, high = function(torch.tensor([-1e30, 1e30], device="cpu")).tolist()

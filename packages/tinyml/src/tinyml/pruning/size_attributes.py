@@ -42,8 +42,9 @@ class SizeReads(TorchFunctionMode):
         super().__init__()
         #: A use other than as a size, for each attribute that has one.
         self.other_uses: dict[Source, str] = {}
-        #: Attributes passed to tensor operations, compared with `<` or `>=`, divided with `/` or
-        #: converted to float, as (module, name). Uses such as `range(self.depth)` are not recorded.
+        #: Attributes passed to tensor operations, compared by order (`<`, `<=`, `>`, `>=`), divided
+        #: with `/` or converted to float, as (module, name). Uses such as `range(self.depth)` are
+        #: not recorded.
         self.read: set[tuple[str, str]] = set()
 
     def tag(self, model: nn.Module) -> None:

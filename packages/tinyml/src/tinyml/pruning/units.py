@@ -98,7 +98,9 @@ class Walk:
         """Block a product whose weight or bias is not a parameter that is used once."""
         reason = "its weight or bias is used several times"
         if any(item is not None and item.name not in self.graph.names for item in (weight, bias)):
-            reason = "its weight or bias is not a parameter, but computed, as by weight_norm"
+            reason = (
+                "its weight or bias is not a parameter, for example because weight_norm computes it"
+            )
         self.layers_without_units[get_module_name(node)] = reason
         self.block(node)
 

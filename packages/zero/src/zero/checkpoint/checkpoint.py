@@ -145,11 +145,12 @@ def load_checkpoint(
     torch.distributed.checkpoint folder. It may also be a safetensors file, or a folder of such
     files. Every rank must call this function. Each of n ranks verifies the checksums of 1/n of the
     files, and reads its elements. Floating-point values are cast to the model's dtype. Integers are
-    cast only to dtypes that have all values of the stored dtype. If the checkpoint is damaged, has
-    another format version, or belongs to another model, every rank raises RuntimeError before
-    anything is changed. If another job replaces the checkpoint while it is being loaded, every rank
-    raises RuntimeError, and the model may have parts of both. For folders of other programs, return
-    all entries that are not tensors and belong neither to the model nor to an optimizer.
+    cast only to dtypes that can represent all values of the stored dtype. If the checkpoint is
+    damaged, has another format version, or belongs to another model, every rank raises RuntimeError
+    before anything is changed. If another job replaces the checkpoint while it is being loaded,
+    every rank raises RuntimeError, and the model may have parts of both. For folders of other
+    programs, return all entries that are not tensors and belong neither to the model nor to an
+    optimizer.
 
     strict: False skips tensors and optimizer state that only the model or only the checkpoint has,
         with a warning.
@@ -253,5 +254,5 @@ def _check_key(key: Any, kind: str) -> None:
     if not isinstance(key, str) or "." in key:
         raise ValueError(
             f"expected names without dots for the optimizer's {kind}, got {key!r}, which a load "
-            "could not separate from the parameter's name: rename it"
+            "could not separate from the parameter's name or the group's number: rename it"
         )

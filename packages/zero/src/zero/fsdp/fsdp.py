@@ -53,7 +53,8 @@ class FSDP(UnitSchedule):
     reshard_after_forward: False keeps units unsharded until their backward pass, which then needs
         no second gather.
     prefetch: the number of units that are gathered ahead of the running unit.
-    ignored_params: parameters that are not sharded, averaged or synchronized.
+    ignored_params: parameters that are not sharded, averaged or synchronized, in addition to those
+        of `inner`.
     forward_sync_buffers: copy rank 0's buffers to all ranks before a forward pass, unless the
         previous one ran without gradients or in `no_sync()`. torch's DDP uses the same rule.
     elementwise_optimizers: custom optimizer classes that update every element independently and may
@@ -61,7 +62,8 @@ class FSDP(UnitSchedule):
         not be listed. For any other optimizer class, all ranks gather each unit during a step, and
         one owner rank steps each full parameter.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch's functions.
-    inner: the FSDPs of modules within `module`. This FSDP takes over their units (`fully_shard`).
+    inner: the FSDPs of modules within `module`. This FSDP takes over their units and their ignored
+        parameters (`fully_shard`).
     """
 
     def __init__(

@@ -33,7 +33,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: None = None,
 ) -> nn.Module:
-    """Shard the parameters of `module` that no inner module has sharded before.
+    """Shard the parameters of `module` that no inner call has sharded or ignored.
 
     They form one unit per dtype; frozen parameters form separate units. Call this function
     bottom-up: for each block, then for the model. The module is changed in place and returned; its

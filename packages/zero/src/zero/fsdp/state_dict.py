@@ -44,8 +44,11 @@ class StateDictHooks:
             error_messages = rest[-1]
             for name, parameter in parameters.items():
                 value = state.get(prefix + name)
-                if value is parameter.shard:
-                    # torch's `set_model_state_dict` passes the shards of parameters not to load.
+                if value is parameter.shard or value is parameter.full:
+                    # torch's `set_model_state_dict` passes the registered tensors of parameters not
+                    # to load. After `FSDPModule.unshard`, these are the full parameters.
+                    parameter.unit.set_unsharded_by_caller(False)
+                    state[prefix + name] = parameter.shard
                     continue
                 if isinstance(value, Tensor) and parameter.is_registered(module, name):
                     # After `FSDPModule.unshard` the module may have the full parameter.

@@ -296,7 +296,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Average the remaining gradients, clip all gradients, and return their total norm.
 
-        Every rank must call this method.
+        The arguments are those of `torch.nn.utils.clip_grad_norm_`. Raise ValueError if `norm_type`
+        is not positive. Every rank must call this method.
         """
         if self._uneven_inputs:
             self._uneven_inputs.announce("clip", (max_norm, norm_type))

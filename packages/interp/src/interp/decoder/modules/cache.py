@@ -32,7 +32,10 @@ class Cache:
         return 0 if self.position_ids is None else self.position_ids.shape[1]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys and values to `pending`; return all of the layer, (batch, tokens, features)."""
+        """Append keys and values to those of a layer; store the result in `pending` and return it.
+
+        Keys and values have the shape (batch, tokens, features).
+        """
         if layer in self.layers:
             k, v = (torch.cat(pair, 1) for pair in zip(self.layers[layer], (k, v), strict=True))
         self.pending[layer] = k, v

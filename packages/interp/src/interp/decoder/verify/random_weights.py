@@ -62,7 +62,8 @@ class RandomWeights:
         # Queries and keys with this standard deviation have scores with a standard deviation of 1.
         self.unit_query_std = (settings.scale * settings.d_head**0.5) ** -0.5
         self.has_query_norms = any(".q_norm." in role for role in roles.values())
-        # Without norms before queries, a large stream would make scores larger than `score_std`.
+        # A large stream would make scores larger than `score_std` if queries read it without a
+        # norm, or if positions of the same standard deviation are added after that norm.
         has_norms = settings.bare_norms or any(".norm1." in role for role in roles.values())
         is_scaled = settings.positions_in_attention or not has_norms
         self.max_stream_std = 1.0 if is_scaled else float("inf")

@@ -23,7 +23,7 @@ STAGE_ROUNDS = 7
 
 
 def check_totals(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iterator[Check]:
-    """Check the number of rounds, their sum by a second clock, and reported medians."""
+    """Check the number of rounds, the sum of their times by a second clock, and the medians."""
     rounds = interleaved.seconds
     counts = [(STAGE_ROUNDS, len(seconds), name) for name, seconds in rounds.items()]
     yield Sources("timings", "the definition of the stage").check_all_equal("rounds", counts)
@@ -41,7 +41,8 @@ def check_totals(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iter
 def check_speedups(interleaved: Interleaved, peer: str, reported: dict[str, float]) -> Check:
     """Check each reported speedup over the peer.
 
-    A speedup is 1 / median, where the median over rounds is that of (contender's time / peer's).
+    A speedup is the reciprocal of a median over rounds: that of the contender's time divided by the
+    peer's time.
     """
     peers = np.array(interleaved.seconds[peer])
     triples = [
