@@ -622,7 +622,7 @@ def lose_the_store(port):
     import collectives.backend
 
     rank = int(os.environ["RANK"])
-    limit = timedelta(seconds=4)
+    limit = timedelta(seconds=8)
     store = dist.TCPStore("127.0.0.1", port, 3, is_master=rank == 0, timeout=limit)
     dist.init_process_group("collectives", store=store, rank=rank, world_size=3, timeout=limit)
     dist.all_reduce(torch.ones(3))
