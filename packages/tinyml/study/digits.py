@@ -273,10 +273,10 @@ def pictures(rows: Sequence[Row]) -> dict[str, Figure]:
     )
     return {
         "sensitivity": plot_sensitivity(scan, metric="accuracy"),
-        "bits": plot_frontier(by_bits, x="bits", metric="right, %", level=top, log=False),
-        "frontier": plot_frontier(ways, metric="right, %", level=top),
+        "bits": plot_frontier(by_bits, x="bits", metric="correct images, %", level=top, log=False),
+        "frontier": plot_frontier(ways, metric="correct images, %", level=top),
         "latency": plot_frontier(
-            {name: [point(name, ms)] for name, ms in timed.items()}, x="ms", metric="right, %"
+            {name: [point(name, ms)] for name, ms in timed.items()}, x="ms", metric="correct images, %"
         ),
     }
 

@@ -55,6 +55,8 @@ def plot_frontier(
     log: bool = True,
 ) -> Figure:
     """Plot a metric against size, time or width, with one line per method."""
+    from matplotlib.ticker import LogFormatter
+
     figure, (axes,) = _panels(1)
     for name, points in lines.items():
         across, up, *ends = zip(*points, strict=True)
@@ -63,7 +65,11 @@ def plot_frontier(
             axes.vlines(across, *ends, color=line.get_color())
     if level is not None:
         axes.axhline(level, color="0.6", linestyle="--")
-    axes.set(xlabel=x, ylabel=metric, xscale="log" if log else "linear")
+    axes.set(xlabel=x, ylabel=metric)
+    if log:
+        axes.set(xscale="log")
+        axes.xaxis.set_major_formatter(LogFormatter())  # 200 instead of 2 x 10^2
+        axes.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     figure.legend(fontsize=8, loc="outside upper center", ncols=2)  # does not cover any point
     return figure
 
