@@ -276,7 +276,9 @@ def pictures(rows: Sequence[Row]) -> dict[str, Figure]:
         "bits": plot_frontier(by_bits, x="bits", metric="correct images, %", level=top, log=False),
         "frontier": plot_frontier(ways, metric="correct images, %", level=top),
         "latency": plot_frontier(
-            {name: [point(name, ms)] for name, ms in timed.items()}, x="ms", metric="correct images, %"
+            {name: [point(name, ms)] for name, ms in timed.items()},
+            x="ms",
+            metric="correct images, %",
         ),
     }
 
