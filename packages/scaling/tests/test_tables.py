@@ -914,6 +914,7 @@ def test_sweep_is_read_as_its_best_setting_with_all_seeds():
     [
         *("optimizer", "optimizer.name", "config.lr_scheduler_type", "schedule", "dtype"),
         *("activation_function", "posEmbType", "lr_decay_style", "lr_sched", "opt"),
+        *("attn", "attention_type"),
     ],
 )
 def test_method_that_changes_with_the_budget_is_refused_with_both_readings(column):
@@ -1421,7 +1422,7 @@ def test_several_data_sets_in_one_table_are_refused_with_both_readings():
         for n, d, x in zip(*([*v, v[0] * 1.5] for v in BASE.values()), strict=True)
     ]
     names = ["dataset", "data", "corpus", "subset", "config.recipe", "tokenizer_name", "split"]
-    for name in [*names, "train_dataset", "data_mix", "vocab_size", "model_family"]:
+    for name in [*names, "train_dataset", "data_mix", "vocab_size", "model_family", "model_type"]:
         renamed = [{name: row["dataset"]} | row | {"dataset": "one"} for row in rows]
         table = rows if name == "dataset" else renamed
         remedy = rf"where={{'{name}': 'c4'}}, or read all as one with ignore=\['{name}'\]"
@@ -1445,10 +1446,11 @@ def test_several_data_sets_in_one_table_are_refused_with_both_readings():
     assert "column 'dataset' names runs, not several data sets" in named.explanation
     with pytest.raises(ValueError, match="'dataset' names 8 sets of runs"):
         load_runs([row | {"dataset": max(i, 1)} for i, row in enumerate(three)])
-    # An architecture may be the name of a size.
-    sizes = load_runs([row | {"dataset": "c4", "arch": f"gpt-{row['N']:g}"} for row in three])
-    assert len(sizes) == 9
-    assert "column 'arch' names sizes or budgets" in sizes.explanation
+    # An architecture or a type may be the name of a size.
+    for name in ("arch", "model_type"):
+        sizes = load_runs([row | {"dataset": "c4", name: f"gpt-{row['N']:g}"} for row in three])
+        assert len(sizes) == 9
+        assert f"column {name!r} names sizes or budgets" in sizes.explanation
 
 
 def draw_table(random):

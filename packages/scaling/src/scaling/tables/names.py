@@ -286,7 +286,7 @@ def find_set_word(name: str) -> str:
         return "vocab"
     if words[-1:] in (["name"], ["id"]):
         words = words[:-1]
-    word = "".join(words[-1:])
+    word = "modeltype" if words[-2:] == ["model", "type"] else "".join(words[-1:])
     return word if word in (*WORDS["sets"], *WORDS["labels"]) else ""
 
 
