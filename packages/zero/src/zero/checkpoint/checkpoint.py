@@ -142,15 +142,15 @@ def load_checkpoint(
     """Fill model and optimizer from `path`; return the saved `extra` or an empty dictionary.
 
     `path` is a checkpoint of `save_checkpoint`, from any stage and number of ranks, or another
-    torch.distributed.checkpoint folder. It may also be a safetensors file, or a folder of such
-    files. Every rank must call this function. Each of n ranks verifies the checksums of 1/n of the
-    files, and reads its elements. Floating-point values are cast to the model's dtype. Integers are
-    cast only to dtypes that can represent all values of the stored dtype. If the checkpoint is
-    damaged, has another format version, or belongs to another model, every rank raises RuntimeError
-    before anything is changed. If another job replaces the checkpoint while it is being loaded,
-    every rank raises RuntimeError, and the model may have parts of both. For folders of other
-    programs, return all entries that are not tensors and belong neither to the model nor to an
-    optimizer.
+    torch.distributed.checkpoint folder. It may also be a safetensors file, a folder of such files,
+    or their index. Every rank must call this function. Each of n ranks verifies the checksums of
+    1/n of the files, and reads its elements. Floating-point values are cast to the model's dtype.
+    Integers are cast only to dtypes that can represent all values of the stored dtype. If the
+    checkpoint is damaged, has another format version, or belongs to another model, every rank
+    raises RuntimeError before anything is changed. If another job replaces the checkpoint while it
+    is being loaded, every rank raises RuntimeError, and the model may have parts of both. For
+    folders of other programs, return all entries that are not tensors and belong neither to the
+    model nor to an optimizer.
 
     strict: False skips tensors and optimizer state that only the model or only the checkpoint has,
         with a warning.

@@ -41,8 +41,11 @@ class Weights:
 def find_weights(path: Path) -> Weights | None:
     """Return the tensors of the safetensors files at `path`, or None if there are no files.
 
-    Raise ValueError for files of torch.save, and for damaged files.
+    `path` is a file, a folder or the index in a folder. Raise ValueError for files of torch.save,
+    and for damaged files.
     """
+    if path.name == INDEX:
+        path = path.parent
     files = [path] if path.is_file() else _list_files(path)
     is_torch = any(file.match(pattern) for file in files for pattern in TORCH_FILES)
     if is_torch or (not files and any(any(path.glob(pattern)) for pattern in TORCH_FILES)):
