@@ -29,7 +29,7 @@ UNAUDITED: dict[str, tuple[str, ...]] = {
     "train": (
         "the number and the order of messages, and variants that differ only in them",
         "the initial weights (another seed)",
-        "gradients (rounding after the second step that saves no bytes)",
+        "gradients and moments (rounding after the second step that saves no bytes)",
         "weight changes of parameters whose gradients are rounding errors (any change)",
         "hidden and exposed communication",
         "the boundaries between phases",
@@ -58,7 +58,7 @@ UNAUDITED: dict[str, tuple[str, ...]] = {
         "the part of the text on which a vocabulary was trained",
         f"weights in bf16 or tf32 ({ROUNDING})",
         "the use of tf32 in products",
-        "the moments of the last checkpoint",
+        "the moments of the last checkpoint, and changes of moments between steps",
         "gradients of the random step in bf16 (a tenth of a tensor below 3 % of the norm of all)",
         "moments of the random step (any error if the loss is near 0)",
     ),
