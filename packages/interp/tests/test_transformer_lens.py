@@ -232,6 +232,11 @@ def test_texts_are_converted_with_a_bos_token(model: HookedDecoder) -> None:
     assert model.to_string(2) == "b"
     assert model.to_str_tokens("ab") == ["<s>", "a", "b"]
     assert model.to_str_tokens(["a", "b"], prepend_bos=False) == [["a"], ["b"]]
+    assert model.to_str_tokens(np.array([[1, 2]])) == ["a", "b"]
+    assert model.to_str_tokens(np.array(["a", "b"]), prepend_bos=False) == [["a"], ["b"]]
+    for call in (model, model.to_tokens, model.to_str_tokens):
+        with pytest.raises(TypeError, match=r"got 1; .* pass token ids as a tensor"):
+            call([1, 2])
     assert model.to_single_token("c") == 3
     assert torch.equal(model.tokens_to_residual_directions("c"), model.W_U[:, 3])
     without = HookedDecoder(model.decoder, Tokenizer(), default_prepend_bos=False)

@@ -671,6 +671,8 @@ def test_bad_requests_say_what_to_ask_for():
         prune_channels(
             By(lambda s, x: s.a(x) if x.sum() > 0 else x, a=nn.Linear(4, 4)), 0.5, torch.randn(2, 4)
         )
+    with pytest.raises(ValueError, match="pass the values of a mapping in the order of `forward`"):
+        prune_channels(pair, 0.5, {"input": torch.randn(2, 6)})
 
 
 def test_the_example_may_be_a_vector():

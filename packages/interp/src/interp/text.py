@@ -50,7 +50,10 @@ def tokenize_text(tokenizer: Tokenizer, text: str) -> list[int]:
     Raises TypeError if `text` is not a string, and ValueError if the tokenizer returns a batch.
     """
     if not isinstance(text, str):
-        raise TypeError(f"expected a string, got {text!r}; drop rows without a text")
+        raise TypeError(
+            f"expected a string, got {text!r}; drop rows without a text, and pass token ids as a "
+            "tensor"
+        )
     encoded = tokenizer(text)
     if not isinstance(encoded, Mapping):
         encoded = {"input_ids": encoded}

@@ -81,9 +81,11 @@ def export_graph(
             if any(map(_should_decompose, program.graph.nodes)):
                 program = program.run_decompositions({})
     except Exception as error:  # the model's own code may raise anything
+        remedy = "pass a submodule that takes and returns only tensors"
+        if any(isinstance(value, Mapping) for value in inputs):
+            remedy = "inputs are positional; pass the values of a mapping in the order of `forward`"
         raise ValueError(
-            f"{type(model).__name__} cannot be exported ({error}); "
-            "pass a submodule that takes and returns only tensors"
+            f"{type(model).__name__} cannot be exported ({error}); {remedy}"
         ) from error
     graph = Exported(program)
     for node in graph.nodes:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -98,15 +99,20 @@ class TextConversion:
         text: str = decode(ids.reshape(-1).tolist())
         return text
 
-    def to_str_tokens(self, input: Input, prepend_bos: bool | None = None) -> list[Any]:
+    def to_str_tokens(
+        self, input: Input | numpy.ndarray[Any, Any], prepend_bos: bool | None = None
+    ) -> list[Any]:
         """Return the string of each token; for several texts, one list per text.
 
-        For token ids (batch, pos), return one flat list.
+        For token ids (batch, pos), return one flat list. They may be an array of numpy.
         """
-        if not isinstance(input, str | Tensor):
-            return [self.to_str_tokens(text, prepend_bos) for text in input]
-        ids = input if isinstance(input, Tensor) else self.to_tokens(input, prepend_bos)
-        return [self.to_string(int(token)) for token in ids.reshape(-1)]
+        if isinstance(input, numpy.ndarray) and input.dtype.kind in "iu":
+            input = torch.as_tensor(input)
+        if isinstance(input, Tensor):
+            return [self.to_string(int(token)) for token in input.reshape(-1)]
+        texts = [input] if isinstance(input, str) else input
+        rows = [self.to_str_tokens(self.to_tokens([text], prepend_bos)) for text in texts]
+        return rows[0] if isinstance(input, str) else rows
 
     def to_single_token(self, string: str) -> int:
         """Return the id of a text of one token; raise ValueError for other texts."""
