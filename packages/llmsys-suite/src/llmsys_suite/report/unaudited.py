@@ -58,7 +58,7 @@ UNAUDITED: dict[str, tuple[str, ...]] = {
         "the part of the text on which a vocabulary was trained",
         f"weights in bf16 or tf32 ({ROUNDING})",
         "the use of tf32 in products",
-        "the moments of the last checkpoint, and changes of moments between steps",
+        "the moments of the last checkpoint, and moments that change between the audited steps",
         "gradients of the random step in bf16 (a tenth of a tensor below 3 % of the norm of all)",
         "moments of the random step (any error if the loss is near 0)",
     ),
