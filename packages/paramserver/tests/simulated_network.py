@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from paramserver.optimizers import OptimizerSpec
 from paramserver.partition import partition
 from paramserver.protocol.core import Core
 from paramserver.protocol.log import Accept, Join, Leave, Read, Replayed, Staged, Start, Write
@@ -31,8 +32,9 @@ BEAT = 1.5
 class Oracle:
     """An independent reference: it computes the state after each log entry by counting."""
 
-    def __init__(self, ids, workers, bound):
+    def __init__(self, ids, workers, bound, servers, max_norm):
         self.bound, self.position = bound, 0
+        self.servers, self.max_norm = servers, max_norm
         self.clocks = dict.fromkeys(range(workers), 0)  # of active workers
         self.ended = {}  # clocks of workers at their last `Leave`
         self.past = Counter()
@@ -64,6 +66,9 @@ class Oracle:
                         change[push[0]] += 1 / len(pushes)
                         if not accepted:
                             self.count(push)
+                    if self.max_norm:  # the gradient consists of one change per server
+                        norm = (self.servers * change.square().sum()).sqrt()
+                        change *= min(1.0, self.max_norm / (norm + 1e-6))
                     self.versions.append(self.versions[-1] + change)
                 case Read(worker, epoch, number):
                     ahead = self.clocks[worker] - min(self.clocks.values())
@@ -80,19 +85,22 @@ class Oracle:
 class World:
     """A network, a clock, and the servers and workers that use them."""
 
-    def __init__(self, seed, *, servers, workers, joiners, consistency, loss, steps, faults):
+    def __init__(
+        self, seed, *, servers, workers, joiners, consistency, loss, steps, faults, max_norm=None
+    ):
         self.random = random.Random(seed)
         self.now = 0.0
         self.loss = loss
         self.faults = faults
         self.steps = steps
         self.consistency = consistency
+        self.optimizer = OptimizerSpec(UNIT_SGD, max_norm=max_norm)
         self.founders = workers
         self.queue, self.order = [], itertools.count()
         self.ids = workers + joiners
         self.parameters = {"x": torch.zeros(servers * self.ids, dtype=torch.float64)}
         self.shards = partition(self.parameters, servers)
-        self.oracle = Oracle(self.ids, workers, consistency.bound)
+        self.oracle = Oracle(self.ids, workers, consistency.bound, servers, max_norm)
         self.servers = [SimulatedServer(self, number) for number in range(servers)]
         self.workers = [SimulatedWorker(self, number) for number in range(self.ids)]
         for worker in self.workers:
@@ -152,7 +160,7 @@ class SimulatedServer:
         world, shard = self.world, self.world.shards[self.number]
         self.up, self.waiting = True, {}
         self.core = Core(
-            Replica(shard, world.parameters, UNIT_SGD, world.consistency),
+            Replica(shard, world.parameters, world.optimizer, world.consistency),
             world.consistency,
             workers=world.founders,
             timeout=TIMEOUT,

@@ -23,6 +23,7 @@ WORLDS = {
     "loss": st.sampled_from([0.0, 0.05, 0.3]),
     "steps": st.integers(1, 10),
     "faults": st.sampled_from([0.0, 15.0, 40.0]),
+    "max_norm": st.sampled_from([None, 0.5]),
 }
 
 TWO = {
@@ -37,8 +38,10 @@ TWO = {
 
 # Found defects: a snapshot that changed with its server, and a worker that joined between the last
 # answers of two servers to a finished worker.
-@example(seed=2, consistency=BulkSynchronous(), **TWO)
-@example(seed=290, consistency=StaleSynchronous(0), **TWO)
+@example(seed=2, consistency=BulkSynchronous(), max_norm=None, **TWO)
+@example(seed=290, consistency=StaleSynchronous(0), max_norm=None, **TWO)
+@example(seed=4, consistency=BulkSynchronous(), max_norm=0.5, **TWO)
+@example(seed=4, consistency=Asynchronous(), max_norm=0.5, **TWO)
 @settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(**WORLDS)
 def test_accepted_pushes_are_applied_once_and_reads_are_of_one_version(**world):

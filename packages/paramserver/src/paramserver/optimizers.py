@@ -33,8 +33,8 @@ class OptimizerSpec:
         groups: function that maps a parameter's name and shape to the options that differ from the
             optimizer's options, such as `{"weight_decay": 0.0}`.
         max_norm: maximum norm of all gradients of an update together; see
-            `torch.nn.utils.clip_grad_norm_`. On servers, it requires one server and one fragment,
-            and limits the norm of the mean gradient if the policy averages.
+            `torch.nn.utils.clip_grad_norm_`. On servers, it requires one fragment, and limits the
+            norm of the mean gradient if the policy averages.
         master_dtype: dtype in which a server stores and updates the parameters. Workers receive
             them rounded to the module's dtype. Local optimizers of workers refuse it.
 
@@ -120,15 +120,22 @@ class Updater:
         scheduler = spec.scheduler
         self._scheduler = _build_scheduler(scheduler, self.optimizer) if scheduler else None
 
-    def step(self) -> None:
-        """Clip and apply the gradients of `targets`, clear them, and advance the schedule."""
+    def compute_norm(self) -> Tensor:
+        """Return the norm of all gradients of `targets` together, as float64."""
+        gradients = [t.grad for t in self.targets if t.grad is not None]
+        # Norms are float64, because squares of finite gradients may overflow in their dtype.
+        # torch 2.11 has no norm of a sparse tensor.
+        dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        return get_total_norm([torch.linalg.vector_norm(values.double()) for values in dense])
+
+    def step(self, norm: float | None = None) -> None:
+        """Clip and apply the gradients of `targets`, clear them, and advance the schedule.
+
+        `norm` is the norm that `max_norm` limits; None computes the norm of these gradients.
+        """
         if self.spec.max_norm is not None:
-            gradients = [t.grad for t in self.targets if t.grad is not None]
-            # Norms are float64, because squares of finite gradients may overflow in their dtype.
-            # torch 2.11 has no norm of a sparse tensor.
-            dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-            norms = [torch.linalg.vector_norm(values.double()) for values in dense]
-            clip_grads_with_norm_(self.targets, self.spec.max_norm, get_total_norm(norms))
+            total = self.compute_norm() if norm is None else torch.tensor(norm, dtype=torch.float64)
+            clip_grads_with_norm_(self.targets, self.spec.max_norm, total)
         self.optimizer.step()
         # Set gradients to None, so that the next step skips parameters of other fragments and does
         # not change their momentum.

@@ -16,6 +16,7 @@ retries it after each later request, and calls `check` at `waits.find_next_deadl
 | COMMIT             | 0        | Accept, Write             |           |                       |
 | LEAVE, FINISH      | 0        | Leave, Write              |           | all workers (FINISH)  |
 | SYNC               | 0        |                           |           |                       |
+| NORMS              | 0        | Norm                      |           |                       |
 | FETCH, REPLAY, END | all      | the entries in the text   |           |                       |
 | HEARTBEAT, ABORT   | all      | Leave (ABORT, server 0)   |           |                       |
 
@@ -23,6 +24,7 @@ Server 0 replays each entry that it appends before it answers with parameters or
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -30,13 +32,29 @@ from torch import Tensor
 
 from paramserver.consistency import Consistency
 from paramserver.protocol.ledger import Ledger, build_wrong_clock_error
-from paramserver.protocol.log import Journal, Log, Record, Replayed, Staged
-from paramserver.protocol.messages import Kind, Message, PeerLost, build_pushed_twice_error
+from paramserver.protocol.log import Journal, Log, Record, Replayed, Staged, parse_norm
+from paramserver.protocol.messages import (
+    OBSERVER,
+    Kind,
+    Message,
+    PeerLost,
+    build_pushed_twice_error,
+)
 from paramserver.protocol.replica import Replica
 from paramserver.protocol.validation import hash_session, validate
 from paramserver.protocol.waits import Waits
 
 Data = Tensor | None
+
+# Note [Norms of several servers]
+# `max_norm` limits the norm of the gradients on all servers. Each server knows the norm of its
+# gradients once it has replayed a Write entry. It applies the update when it replays the Norm entry
+# that follows, so journals and replays need no other rule. Until the log contains this entry,
+# server 0 answers a worker's COMMIT, READ, SYNC, LEAVE or FINISH with NORMS_REQUIRED and the log.
+# The worker then forwards the log to the other servers by REPLAY, whose answers contain their
+# norms. It sends them to server 0 by NORMS, and repeats its request. If the worker dies, the next
+# worker that sends such a request does the same. The Write entry fixes the gradients, so both
+# workers receive the same norms. The second NORMS has no effect.
 
 
 class Core:
@@ -64,7 +82,7 @@ class Core:
         self.replica = replica
         #: True if this server orders the updates; the other servers replay its log.
         self.is_first = replica.shard.number == 0
-        self.ledger = Ledger(workers, consistency)
+        self.ledger = Ledger(workers, consistency, uses_norms=replica.uses_norms)
         self.waits = Waits(workers, timeout)
         #: Error that ended the training, which all later requests receive; empty if there is none.
         self.failure = ""
@@ -203,6 +221,8 @@ class Core:
                 return self._commit(worker, message)
             case Kind.READ:
                 return self._read(worker, message)
+            case Kind.NORMS:
+                return self._add_norms(message)
             case Kind.SYNC | Kind.LEAVE | Kind.FINISH:
                 return self._answer_with_log(worker, message)
             case Kind.FETCH | Kind.REPLAY | Kind.END:
@@ -214,6 +234,8 @@ class Core:
         """Answer a SYNC, LEAVE or FINISH with the log; return None while a FINISH has to wait."""
         if message.kind is not Kind.SYNC:
             self.ledger.leave(worker)
+        if self.ledger.awaits_norm and worker != OBSERVER:
+            return self._request_norms(worker, message)
         text = self._take_log(worker, message).to_text()
         if message.kind is Kind.SYNC:
             return Message(Kind.OK, number=int(self.ledger.has_pending_push(worker)), text=text)
@@ -226,7 +248,10 @@ class Core:
         if message.kind is Kind.FETCH:
             return self._fetch(worker, message)
         if message.kind is Kind.REPLAY:
-            return Message(Kind.OK, position=self.replica.position)
+            norm = "" if self.replica.norm is None else json.dumps(self.replica.norm)
+            return Message(
+                Kind.OK, number=self.replica.version, position=self.replica.position, text=norm
+            )
         return self._answer_with_newest(json.dumps(self.replica.staleness))
 
     def _stage(self, worker: int, message: Message, data: Data, is_known_finite: bool) -> Message:
@@ -247,6 +272,8 @@ class Core:
     def _commit(self, worker: int, message: Message) -> Message:
         push = (worker, message.epoch, message.clock)
         self._check_clock(worker, message)
+        if self.ledger.awaits_norm:
+            return self._request_norms(worker, message)
         if message.clock == self.ledger.members[worker].clock and not self.replica.is_staged(push):
             raise ValueError(f"expected a staged push, got a COMMIT of {push} without a STAGE")
         self.ledger.commit(push)
@@ -272,10 +299,30 @@ class Core:
 
     def _read(self, worker: int, message: Message) -> Message | None:
         self._check_clock(worker, message)
+        if self.ledger.awaits_norm:
+            return self._request_norms(worker, message)
         if self.ledger.list_workers_behind(message.clock):
             return None
         self.ledger.read(worker, message.number)
         return Message(Kind.OK, text=self._take_log(worker, message).to_text())
+
+    def _request_norms(self, worker: int, message: Message) -> Message:
+        text = self._take_log(worker, message).to_text()
+        return Message(Kind.NORMS_REQUIRED, number=self.replica.version, text=text)
+
+    def _add_norms(self, message: Message) -> Message:
+        """Append the norm of the update that waits for it; see Note [Norms of several servers]."""
+        parsed = json.loads(message.text)
+        others = self.replica.shard.servers - 1
+        if not isinstance(parsed, list) or len(parsed) != others:
+            raise ValueError(f"expected the norms of {others} servers, got {message.text[:80]!r}")
+        norms = [parse_norm(norm) for norm in parsed]
+        self._replay_new_entries()
+        own = self.replica.norm
+        if own is not None and message.number == self.replica.version:
+            self.ledger.add_norm(math.hypot(own, *norms))
+            self._replay_new_entries()
+        return Message(Kind.OK)
 
     def _fetch(self, worker: int, message: Message) -> Message:
         fetched = self.replica.fetch(

@@ -22,6 +22,7 @@ from paramserver.protocol.log import (
     Join,
     Leave,
     Log,
+    Norm,
     Push,
     Read,
     Start,
@@ -63,11 +64,15 @@ class Ledger:
     Args:
         workers: number of workers from the start: 0 to `workers` - 1 are members.
         consistency: the policy.
+        uses_norms: True if each update is applied only when the log contains its norm.
     """
 
-    def __init__(self, workers: int, consistency: Consistency) -> None:
+    def __init__(self, workers: int, consistency: Consistency, *, uses_norms: bool = False) -> None:
         #: Number of updates so far.
         self.version = 0
+        self.uses_norms = uses_norms
+        #: True if the last update waits for its norm. Until then, workers may only join or leave.
+        self.awaits_norm = False
         self.members = {w: Member() for w in range(workers)}
         self._consistency = consistency
         self._workers = workers
@@ -133,6 +138,10 @@ class Ledger:
         else:
             self._append(Write((push,), (self.version - member.read_version,)))
 
+    def add_norm(self, value: float) -> None:
+        """Append the norm of the last update, which is then applied."""
+        self._append(Norm(value))
+
     def read(self, worker: int, number: int) -> None:
         """Fix the current version for read `number` of `worker`; a repeated read has no effect."""
         member = self.members[worker]
@@ -192,8 +201,9 @@ class Ledger:
 
     def copy(self) -> "Ledger":
         """Return a ledger with the same state, except that its log stores no entries."""
-        copied = Ledger(0, self._consistency)
+        copied = Ledger(0, self._consistency, uses_norms=self.uses_norms)
         copied.version = self.version
+        copied.awaits_norm = self.awaits_norm
         copied._workers = self._workers
         copied.members = {w: replace(member) for w, member in self.members.items()}
         copied._accepted = list(self._accepted)
@@ -205,6 +215,7 @@ class Ledger:
         """Return the whole state as a value that JSON can encode."""
         return {
             "version": self.version,
+            "awaits_norm": self.awaits_norm,
             "members": {str(w): asdict(member) for w, member in self.members.items()},
             "accepted": list(self._accepted),
             "log": self.get_log_from(self._first).to_text(),
@@ -214,6 +225,7 @@ class Ledger:
         """Restore a state that `to_state` returned."""
         log = Log.from_text(state["log"])
         self.version = state["version"]
+        self.awaits_norm = state.get("awaits_norm", False)  # missing in older journals
         self.members = {int(w): Member(**member) for w, member in state["members"].items()}
         self._accepted = [parse_push(push) for push in state["accepted"]]
         self._first = log.start
@@ -247,6 +259,8 @@ class Ledger:
                 valid = self._consistency.averages and self._may_push(push)
             case Write(pushes, staleness):
                 valid = self._may_write(pushes, staleness)
+            case Norm():
+                valid = self.awaits_norm
             case Read(worker, epoch, number):
                 member = self.active.get(worker)
                 valid = bool(
@@ -257,6 +271,8 @@ class Ledger:
                 )
             case Leave(worker):
                 valid = worker in self.awaited
+        if self.awaits_norm and isinstance(entry, Accept | Write | Read):
+            valid = False
         if not valid:
             raise ValueError(
                 f"expected a valid entry {self.stop} of this server's log, got {entry}: a journal "
@@ -302,11 +318,7 @@ class Ledger:
         self._digests.append(compute_digest(self._digests[-1], entry))
         match entry:
             case Start(workers):
-                clock = self._find_slowest_clock()
-                for worker in range(workers):
-                    member = self.members.setdefault(worker, Member(active=False))
-                    member.expected = True
-                    member.clock = clock
+                self._expect(workers)
             case Join(worker, epoch, clock, session):
                 member = self.members.setdefault(worker, Member(active=False))
                 if not member.active:
@@ -323,15 +335,25 @@ class Ledger:
                 self._count_push(push)
             case Write(pushes):
                 self.version += 1
+                self.awaits_norm = self.uses_norms
                 if self._accepted:
                     self._accepted = []
                 else:
                     self._count_push(pushes[0])
+            case Norm():
+                self.awaits_norm = False
             case Read(worker, _, number):
                 self.members[worker].reads = number
                 self.members[worker].read_version = self.version
             case Leave(worker):
                 self.members[worker].active = self.members[worker].expected = False
+
+    def _expect(self, workers: int) -> None:
+        clock = self._find_slowest_clock()
+        for worker in range(workers):
+            member = self.members.setdefault(worker, Member(active=False))
+            member.expected = True
+            member.clock = clock
 
     def _count_push(self, push: Push) -> None:
         member = self.members[push[0]]

@@ -6,6 +6,7 @@ A server stores the replayed entries and the staged gradients as records of its 
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,6 +53,16 @@ class Write:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """Entry: the last update is applied; `value` is the norm of its gradients on all servers.
+
+    Only servers that clip by a norm of which each of them knows a part use this entry.
+    """
+
+    value: float
+
+
+@dataclass(frozen=True)
 class Read:
     """Entry: read `number` of `worker` returns the parameters at this position of the log."""
 
@@ -70,7 +81,7 @@ class Leave:
     worker: int
 
 
-Entry = Start | Join | Accept | Write | Read | Leave
+Entry = Start | Join | Accept | Write | Norm | Read | Leave
 
 
 @dataclass(frozen=True)
@@ -158,6 +169,8 @@ def _parse_entry(fields: Any) -> Entry:
             return Accept(parse_push(push))
         case ["write", list(pushes), list(staleness)] if _are_numbers(staleness):
             return Write(tuple(map(parse_push, pushes)), tuple(staleness))
+        case ["norm", value]:
+            return Norm(parse_norm(value))
         case ["read", worker, epoch, number] if _are_numbers(fields[1:]):
             return Read(worker, epoch, number)
         case ["leave", worker] if _is_number(worker):
@@ -171,6 +184,13 @@ def parse_push(fields: Any) -> Push:
         raise ValueError(f"expected an entry of a ledger with a push, got {str(fields)[:80]}")
     worker, epoch, clock = fields
     return worker, epoch, clock
+
+
+def parse_norm(field: Any) -> float:
+    """Return a norm; raise `ValueError` unless it is a float of at least 0, possibly infinite."""
+    if type(field) is not float or math.isnan(field) or field < 0:
+        raise ValueError(f"expected a norm >= 0, got {str(field)[:80]}")
+    return field
 
 
 def _are_numbers(fields: Iterable[Any]) -> bool:

@@ -39,12 +39,16 @@ class Kind(IntEnum):
     END = 10  # to every server except the first, or from an observer: replay, send the parameters
     ABORT = 11  # to every server: the worker has failed
     HEARTBEAT = 12  # to every server: the worker's process is alive
-    OK = 13  # the first kind of answer; all kinds before it are requests
-    FAILED = 14  # the text is the error
-    WAIT = 15  # the server is alive, but the answer is not available yet
+    NORMS = 13  # to the first server: the norms of the gradients on the other servers
+    OK = 14  # the first kind of answer; all kinds before it are requests
+    FAILED = 15  # the text is the error
+    WAIT = 16  # the server is alive, but the answer is not available yet
     # Answer to a FETCH: the version of this read is not stored any more, so read again.
     # Answer to a JOIN: a server may have lost a part of the log, so request all positions again.
-    REREAD = 16
+    REREAD = 17
+    # Answer of the first server: an update waits for NORMS. The text is the log; send the request
+    # again after NORMS.
+    NORMS_REQUIRED = 18
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ class Message:
     epoch: int = 0
     #: In a JOIN: the number of the session. Otherwise: the worker's clock, see `Member.clock`.
     clock: int = 0
-    #: In a request: sequence number of a read, or index of the server in a JOIN. In an answer: a
-    #: version, or in the answer to a SYNC, 1 if the worker's last push is not applied yet.
+    #: In a request: sequence number of a read, index of the server in a JOIN, or version in NORMS.
+    #: In an answer: a version, or after a SYNC, 1 if the worker's last push is not applied yet.
     number: int = 0
     #: In a request: number of log entries that all servers are known to have replayed. In an
     #: answer: number of log entries that this server has replayed.
@@ -103,7 +107,7 @@ class Message:
 def check_request(worker: int, message: Message) -> None:
     """Raise `ValueError` unless `message` is a request that `worker` may send to a server."""
     kind = message.kind
-    if kind > Kind.HEARTBEAT:
+    if kind >= Kind.OK:
         raise ValueError(f"expected a request, got {kind!r}")
     if worker == OBSERVER and kind not in (Kind.SYNC, Kind.END):
         raise ValueError(f"expected SYNC or END from an observer (worker {OBSERVER}), got {kind!r}")
@@ -135,7 +139,7 @@ def raise_failure(peer: str, answer: Message) -> None:
         raise RuntimeError(f"{peer}: {answer.text}")
 
 
-_KINDS_WITH_TEXT = (Kind.JOIN, Kind.FETCH, Kind.REPLAY, Kind.END, Kind.ABORT)
+_KINDS_WITH_TEXT = (Kind.JOIN, Kind.FETCH, Kind.REPLAY, Kind.END, Kind.ABORT, Kind.NORMS)
 #: Exceptions that a worker raises with the server's type, by name. Others become `RuntimeError`.
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (PeerLost, RuntimeError, TimeoutError, ValueError)

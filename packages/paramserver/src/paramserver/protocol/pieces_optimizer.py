@@ -39,13 +39,13 @@ def build_pieces_updater(
     updater = Updater(factory, targets, [piece.name for piece in pieces], parameters)
     updater.spec.check_groups(parameters)
     is_local = any(hasattr(parameter, "to_local") for parameter in parameters.values())
-    if updater.spec.max_norm is not None and (is_local or servers > 1 or fragments > 1):
-        part = "a rank's shards" if is_local else f"{fragments} fragments on {servers} servers"
+    if updater.spec.max_norm is not None and (is_local or fragments > 1):
+        part = "a rank's shards" if is_local else f"{fragments} fragments"
         raise ValueError(
-            f"expected all gradients on one server with max_norm, because it limits their common "
-            f"norm, got {part}; pass servers=1 and one fragment, or pass max_norm=None and call "
-            "torch.nn.utils.clip_grad_norm_ on each worker before `push`, which limits the norm "
-            "of each worker's gradients"
+            "expected updates of all parameters with max_norm, because it limits their common "
+            f"norm, got {part}; pass one fragment and parameters that FSDP has not sharded, or "
+            "pass max_norm=None and call torch.nn.utils.clip_grad_norm_ on each worker before "
+            "`push`, which limits the norm of each worker's gradients"
         )
     _require_elementwise(pieces, parameters, updater.optimizer)
     if is_local or servers > 1 or fragments > 1:

@@ -20,7 +20,7 @@ from paramserver.optimizers import OptimizerFactory
 from paramserver.parameters import get_local_part
 from paramserver.partition import Shard
 from paramserver.protocol.gradients import add_flat, compute_mean, flatten, require_finite
-from paramserver.protocol.log import Accept, Join, Leave, Log, Push, Read, Write
+from paramserver.protocol.log import Accept, Join, Leave, Log, Norm, Push, Read, Write
 from paramserver.protocol.pieces_optimizer import build_pieces_updater
 
 EpochAndNumber = tuple[int, int]
@@ -75,6 +75,10 @@ class Replica:
             servers=shard.servers,
             fragments=len(self._fragments),
         )
+        #: True if this server knows only a part of the norm that `max_norm` limits.
+        self.uses_norms = self._updater.spec.max_norm is not None and shard.servers > 1
+        #: Norm of the gradients here of the last update, if that update waits for a `Norm` entry.
+        self.norm: float | None = None
         targets = iter(self._updater.targets)
         #: For each fragment, the tensors that receive the gradients.
         self._targets = [[next(targets) for _ in part] for part in views]
@@ -175,9 +179,13 @@ class Replica:
                     self._accepted.add(push)
                     self.next_push[push[0]] = push[1], push[2] + 1
                 case Write(pushes, staleness):
-                    self._preserve_pending_reads()
                     gradients = [self._staged.pop(push) for push in pushes]
-                    self._apply(pushes[0][2] % len(self._fragments), gradients)
+                    number = pushes[0][2] % len(self._fragments)
+                    self._set_gradients(number, gradients)
+                    if self.uses_norms:
+                        self.norm = float(self._updater.compute_norm())
+                    else:
+                        self._update(number)
                     self._accepted.clear()
                     self.staleness.update(staleness)
                     for worker, epoch, clock in pushes:
@@ -185,6 +193,9 @@ class Replica:
                         self.next_push[worker] = max(
                             following, self.next_push.get(worker, following)
                         )
+                case Norm(value):
+                    self._update(0, value)
+                    self.norm = None
                 case Read(worker, epoch, number):
                     self._pending_reads[worker] = (epoch, number), self.version, None
                 case Join(worker, epoch, clock):
@@ -232,6 +243,7 @@ class Replica:
             push: [gradient.clone() for gradient in gradients]
             for push, gradients in self._staged.items()
         }
+        gradients = [t.grad.clone() for t in self._targets[0] if t.grad is not None]
         return self._updater.state_dict() | {
             "layout": self.shard.digest(),
             "parameters": self._buffer.clone(),
@@ -240,6 +252,8 @@ class Replica:
             "terms": self._settings,
             "staleness": dict(self.staleness),
             "staged": staged,
+            # The gradients of an update that waits for its norm.
+            "gradients": gradients,
             "accepted": sorted(self._accepted),
             "next": dict(self.next_push),
             "published": None if self._published is None else self._published.clone(),
@@ -278,6 +292,9 @@ class Replica:
         self._staged = dict(state["staged"])
         self.next_push = dict(state["next"])
         self._accepted = set(state["accepted"])
+        if gradients := state.get("gradients"):  # missing in older journals
+            self._set_gradients(0, [gradients])
+            self.norm = float(self._updater.compute_norm())
         self._published = state["published"]
         self._changed, change = state["changed"]
         fragment = self._fragments[self._changed]
@@ -303,12 +320,16 @@ class Replica:
             for worker, read in current.items():
                 self._pending_reads[worker] = (read, self.version, preserved)
 
-    def _apply(self, number: int, pushes: Sequence[list[Tensor]]) -> None:
-        """Update fragment `number` with the mean of the gradients of `pushes`."""
-        fragment = self._fragments[number]
+    def _set_gradients(self, number: int, pushes: Sequence[list[Tensor]]) -> None:
+        """Set the gradients of fragment `number` to the mean of the gradients of `pushes`."""
         for target, *gradients in zip(self._targets[number], *pushes, strict=True):
             target.grad = compute_mean(gradients, target.dtype)
-        self._updater.step()
+
+    def _update(self, number: int, norm: float | None = None) -> None:
+        """Update fragment `number` with its gradients; `norm` is the norm on all servers."""
+        self._preserve_pending_reads()
+        fragment = self._fragments[number]
+        self._updater.step(norm)
         self.version += 1
         self._changed = number
         self._change = fragment.get_view(self.newest)

@@ -8,6 +8,7 @@ servers stage the gradients, then the first server commits them in one message. 
 phases, too: the first server fixes a version, then all servers send it.
 """
 
+import json
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -102,7 +103,7 @@ class Session:
         answers = [Message(Kind.REREAD)]
         while any(answer.kind is Kind.REREAD for answer in answers):
             self._reads += 1
-            (answer,) = yield [self._request(0, Kind.READ)]
+            answer = yield from self._request_of_first(Kind.READ)
             answers = yield self._build_log_requests(Kind.FETCH, Log.from_text(answer.text))
             self._positions = [answer.position for answer in answers]
         self._has_pushed = False
@@ -120,7 +121,7 @@ class Session:
     def push(self) -> Requests[None]:
         """Push the gradients to all servers; either all servers accept them or none does."""
         yield [self._request(i, Kind.STAGE) for i in range(len(self._layouts))]
-        yield [self._request(0, Kind.COMMIT)]
+        yield from self._request_of_first(Kind.COMMIT)
         self.clock += 1
         self.pushes += 1
         self._has_pushed = True
@@ -128,7 +129,7 @@ class Session:
     def finish(self) -> Requests[int]:
         """Stop pushing, wait for all workers, receive the final parameters; return the version."""
         while True:
-            (first,) = yield [self._request(0, Kind.FINISH)]
+            first = yield from self._request_of_first(Kind.FINISH)
             others = self._build_log_requests(Kind.END, Log.from_text(first.text))[1:]
             answers = [first, *((yield others) if others else [])]
             # Try again if a worker that joined in the meantime has created a later version.
@@ -141,14 +142,36 @@ class Session:
 
     def _forward_log(self, kind: Kind = Kind.SYNC) -> Requests[bool]:
         """Forward the first server's log; return True if this worker's last push is not applied."""
-        (answer,) = yield [self._request(0, kind)]
+        answer = yield from self._request_of_first(kind)
         log = Log.from_text(answer.text)
-        if others := self._build_log_requests(Kind.REPLAY, log)[1:]:
-            answers = yield others
-            self._positions[1:] = [answer.position for answer in answers]
+        yield from self._replay(log)
         # The next request reports this position, so that the first server discards these entries.
         self._positions[0] = log.stop
         return bool(answer.number)
+
+    def _replay(self, log: Log) -> Requests[list[Message]]:
+        """Let all servers except the first replay `log`; return their answers."""
+        others = self._build_log_requests(Kind.REPLAY, log)[1:]
+        answers = (yield others) if others else []
+        self._positions[1:] = [answer.position for answer in answers]
+        return answers
+
+    def _request_of_first(self, kind: Kind) -> Requests[Message]:
+        """Send a request to the first server until no update waits for its norm.
+
+        See Note [Norms of several servers] in `core`.
+        """
+        while True:
+            (answer,) = yield [self._request(0, kind)]
+            if answer.kind is not Kind.NORMS_REQUIRED:
+                return answer
+            replies = yield from self._replay(Log.from_text(answer.text))
+            # A server without a norm has applied the update, so another worker has sent NORMS.
+            if all(reply.text and reply.number == answer.number for reply in replies):
+                norms = json.dumps([json.loads(reply.text) for reply in replies])
+                request = self._request(0, Kind.NORMS)
+                message = replace(request.message, number=answer.number, text=norms)
+                yield [Request(0, message)]
 
     def _request(self, server: int, kind: Kind) -> Request:
         position = min(self._positions)

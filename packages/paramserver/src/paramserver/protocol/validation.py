@@ -8,7 +8,9 @@ from paramserver.protocol.messages import OBSERVER, Kind, Message, PeerLost, che
 from paramserver.protocol.replica import Replica
 
 _KINDS_WITH_LOG = (Kind.FETCH, Kind.REPLAY, Kind.END)
-_FIRST_SERVER_KINDS = (Kind.COMMIT, Kind.READ, Kind.SYNC, Kind.LEAVE, Kind.FINISH)
+_FIRST_SERVER_KINDS = (
+    Kind.COMMIT, Kind.READ, Kind.SYNC, Kind.LEAVE, Kind.FINISH, Kind.NORMS,
+)  # fmt: skip
 
 
 def validate(

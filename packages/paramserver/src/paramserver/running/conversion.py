@@ -1,5 +1,6 @@
 """Conversion of the journals of a job to another number of servers."""
 
+import math
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
     values = _assemble_values([core.replica for core in old])
     for core in new:
         core.ledger = old[0].ledger.copy()
+        core.ledger.uses_norms = core.replica.uses_norms
         _set_values(core.replica, values)
         _set_history(core.replica, [core.replica for core in old], values)
     unfinished = target.with_name(f"{target.name}.unfinished")
@@ -91,6 +93,10 @@ def _restore_cores(job: Job, source: Path) -> list[Core]:
                 f"{folder} does not match {folders[0]}: {error}. Recover the journals of all "
                 f"servers together by `python -m paramserver recover {source}`"
             ) from error
+    if first.ledger.awaits_norm:
+        first.ledger.add_norm(math.hypot(*(core.replica.norm or 0.0 for core in cores)))
+        for core in cores:
+            core.restore(None, [Replayed(first.ledger.get_log_from(core.replica.position))])
     return cores
 
 
