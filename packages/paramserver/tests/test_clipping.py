@@ -2,7 +2,6 @@
 
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import paramserver
 from paramserver import (
     Asynchronous,
     BulkSynchronous,
@@ -19,6 +19,7 @@ from paramserver import (
     Server,
     StaleSynchronous,
     Worker,
+    convert_journal,
     partition,
     run,
 )
@@ -184,3 +185,98 @@ def test_a_clipped_job_killed_at_any_message_equals_the_undisturbed_one(
     tmp_path, policy, servers, event
 ):
     kill_at_messages(tmp_path, policy, servers, event)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "zeromq"])
+def test_processes_limit_the_norm_of_all_servers(transport):
+    """Worker 1 has fewer batches, so its end completes a step."""
+    options = {"args": ([4, 3],), "workers": 2, "transport": transport}
+    one, two = (
+        run(train_unequally, build_model(), SPEC, servers=servers, **options) for servers in (1, 2)
+    )
+    assert two.versions == [4] * 2
+    assert_equal_parameters(two.parameters, one.parameters)
+    unclipped = run(train_unequally, build_model(), SGD, **options)
+    weight = one.parameters["0.weight"]
+    assert (unclipped.parameters["0.weight"] - weight).abs().max() > 1e-3
+
+
+def train_unequally(worker, steps):
+    for step in range(steps[worker.rank]):
+        take_step(worker, step)
+
+
+def test_the_outer_norm_of_local_steps_is_the_norm_of_all_servers():
+    def train(servers):
+        parameters = dict(build_model().named_parameters())
+        policy = LocalSteps(2, OptimizerSpec(SGD, max_norm=0.05))
+        shards = partition(parameters, servers)
+        hosts = [Server(parameters, SGD, policy, workers=1, shard=shard) for shard in shards]
+        with Worker(build_model(), hosts, optimizer=SGD) as worker:
+            for step in range(6):
+                take_step(worker, step)
+        return dict(worker.module.named_parameters())
+
+    assert_equal_parameters(train(3), train(1))
+
+
+def test_the_journals_of_an_update_without_its_norm_are_converted(tmp_path):
+    policy = BulkSynchronous()
+    job = Job(tmp_path / "old", policy, 3)
+    for rank in range(2):
+        take_step(job.workers[rank], 0)
+    assert job.hosts[0].core.ledger.awaits_norm
+    for journal in job.journals.values():
+        journal.close()
+    whole = paramserver.Job(print, build_model(), SPEC, policy)
+    convert_journal(whole, tmp_path / "old", tmp_path / "new")
+    undisturbed = Job(tmp_path / "undisturbed", policy, 3)
+    assert_equal_parameters(Job(tmp_path / "new", policy, 1).train(), undisturbed.train())
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "[1.0, 1.0]", "[1]", "[-1.0]", "[NaN]", '["x"]', "1.0", "{", "[[1.0]]"]
+)
+def test_invalid_norms_change_nothing(tmp_path, text):
+    job = Job(tmp_path, BulkSynchronous(), 2)
+    for rank in range(2):
+        take_step(job.workers[rank], 0)
+    core = job.hosts[0].core
+    epoch = core.ledger.members[0].epoch
+    before = core.ledger.to_state()
+
+    def send(text, version):
+        message = Message(Kind.NORMS, epoch=epoch, number=version, text=text)
+        return core.handle(0, message, None, 0.0).kind
+
+    with pytest.raises(ValueError, match=r"expected|Expecting"):
+        send(text, 0)
+    assert send("[1.0]", 7) is Kind.OK  # of another update
+    assert core.ledger.to_state() == before
+    assert core.replica.version == 0
+    send("[1.0]", 0)
+    assert core.replica.version == 1
+    after = core.ledger.to_state()
+    send("[2.0]", 0)  # of the second worker
+    assert core.ledger.to_state() == after
+
+
+def test_a_log_must_contain_the_norm_after_an_update_and_nowhere_else():
+    def replay(*entries):
+        ledger = Ledger(1, BulkSynchronous(), uses_norms=True)
+        ledger.replay(Log(0, entries))
+        return ledger
+
+    update = Accept((0, 0, 0)), Write(((0, 0, 0),), (0,))
+    assert replay(*update).awaits_norm
+    assert not replay(*update, Norm(1.0), Read(0, 0, 1)).awaits_norm
+    joined = Join(0, 1, 1, 5)
+    assert replay(*update, joined, Norm(1.0)).members[0].epoch == 1
+    for wrong in (
+        (Norm(1.0),),
+        (*update, Read(0, 0, 1)),
+        (*update, Accept((0, 0, 1))),
+        (*update, Norm(1.0), Norm(1.0)),
+    ):
+        with pytest.raises(ValueError, match="expected a valid entry"):
+            replay(*wrong)

@@ -40,6 +40,7 @@ SCHEDULED = OptimizerSpec(
 MASTERS = replace(SCHEDULED, master_dtype=torch.float64)
 JOBS = {
     "adamw with a schedule and groups": Job(print, build_model(), SCHEDULED, BulkSynchronous()),
+    "clipping": Job(print, build_model(), OptimizerSpec(SGD, max_norm=0.1), BulkSynchronous()),
     "master weights": Job(print, build_model(torch.float32), MASTERS, BulkSynchronous()),
     "momentum, every gradient": Job(print, build_model(), SGD, Asynchronous()),
     "local steps": Job(print, build_model(), SCHEDULED, LocalSteps(2)),
@@ -117,7 +118,7 @@ def test_a_job_continues_with_another_number_of_servers(tmp_path, job, before, a
     old = Fleet(replace(job, servers=before), tmp_path / "old")
     old.train(0, 4)
     has_push = job.consistency.averages and not isinstance(job.consistency, LocalSteps)
-    if has_push:  # the journals end in the middle of a step
+    if has_push:  # the journals end in the middle of a step, or before the norms are exchanged
         old.workers[0].pull()
         old.push(old.workers[0], 4)
     old.close()

@@ -28,7 +28,9 @@ from paramserver.journal.disk_journal import DiskJournal
 from paramserver.running.launch import PRELOADED
 from paramserver_training import ADAMW, build_model, draw_batch
 
-SPEC = OptimizerSpec(ADAMW, partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9))
+SPEC = OptimizerSpec(
+    ADAMW, partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9), max_norm=0.3
+)
 STEPS = 4
 KILLED = 9
 #: Number of parts into which the points of a kill are divided; the fast test takes one of each.

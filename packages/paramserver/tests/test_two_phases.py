@@ -26,7 +26,7 @@ from paramserver import (
     run,
 )
 from paramserver.protocol.ledger import Ledger
-from paramserver.protocol.log import Accept, Join, Leave, Log, Read, Write
+from paramserver.protocol.log import Accept, Join, Leave, Log, Norm, Read, Write
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running.serving import serve
 from paramserver.transport.connection import RemoteConnection
@@ -357,6 +357,7 @@ PUSH = st.tuples(NUMBER, NUMBER, NUMBER)
             st.builds(Accept, PUSH),
             st.builds(Read, NUMBER, NUMBER, NUMBER),
             st.builds(Leave, NUMBER),
+            st.builds(Norm, st.floats(min_value=0.0)),
             st.builds(lambda pushes: Write(tuple(pushes), (3,) * len(pushes)), st.lists(PUSH)),
         )
     ),
