@@ -66,14 +66,18 @@ class Oracle:
                         change[push[0]] += 1 / len(pushes)
                         if not accepted:
                             self.count(push)
-                    if self.max_norm:  # the gradient consists of one change per server
-                        norm = (self.servers * change.square().sum()).sqrt()
-                        change *= min(1.0, self.max_norm / (norm + 1e-6))
-                    self.versions.append(self.versions[-1] + change)
+                    self.versions.append(self.versions[-1] + self.clip(change))
                 case Read(worker, epoch, number):
                     ahead = self.clocks[worker] - min(self.clocks.values())
                     assert ahead <= self.bound
                     self.reads[worker, epoch, number] = len(self.versions) - 1
+
+    def clip(self, change):
+        """Limit the norm of the gradient, which consists of one change per server."""
+        if not self.max_norm:
+            return change
+        norm = (self.servers * change.square().sum()).sqrt()
+        return change * min(1.0, self.max_norm / (norm + 1e-6))
 
     def count(self, push):
         self.past[push] += 1
