@@ -108,10 +108,13 @@ class Job:
             while not self.call(rank, Worker.pull):
                 pass
         trained, other = (dict(w.module.named_parameters()) for w in self.workers)
-        for journal in self.journals.values():
-            journal.close()
+        self.close()
         assert_bit_equal(trained, other)
         return trained
+
+    def close(self):
+        for journal in self.journals.values():
+            journal.close()
 
 
 def assert_bit_equal(parameters, others):
@@ -226,8 +229,7 @@ def test_the_journals_of_an_update_without_its_norm_are_converted(tmp_path):
     for rank in range(2):
         take_step(job.workers[rank], 0)
     assert job.hosts[0].core.ledger.awaits_norm
-    for journal in job.journals.values():
-        journal.close()
+    job.close()
     whole = paramserver.Job(print, build_model(), SPEC, policy)
     convert_journal(whole, tmp_path / "old", tmp_path / "new")
     undisturbed = Job(tmp_path / "undisturbed", policy, 3)
@@ -259,6 +261,7 @@ def test_invalid_norms_change_nothing(tmp_path, text):
     after = core.ledger.to_state()
     send("[2.0]", 0)  # of the second worker
     assert core.ledger.to_state() == after
+    job.close()
 
 
 def test_a_log_must_contain_the_norm_after_an_update_and_nowhere_else():

@@ -59,4 +59,6 @@ def _answer_next(server: Server, worker: int, channel: Channel) -> bool:
     except Exception as error:  # the optimizer may raise any exception; the worker receives it
         reply = build_failure(error)
     channel.send(reply)
+    if reply.kind is Kind.NORMS_REQUIRED:
+        return True  # the worker sends its request again
     return request.kind not in (Kind.FINISH, Kind.END)
