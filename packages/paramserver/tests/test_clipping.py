@@ -101,8 +101,8 @@ class Job:
     def train(self):
         """Train to the end; return the parameters that all workers have pulled."""
         while (step := min(worker.position for worker in self.workers)) < STEPS:
-            for rank, worker in enumerate(self.workers):
-                if worker.position == step:
+            for rank in range(2):
+                while self.workers[rank].position == step:  # the order of the pushes is fixed
                     self.call(rank, take_step, step)
         for rank in range(2):
             while not self.call(rank, Worker.pull):
