@@ -77,6 +77,11 @@ def test_readme_states_the_measured_pushes_with_a_journal():
     text = " ".join((get_folder("paramserver") / "README.md").read_text().split())
     least, most = (bound(row["over_push"] for row in rows) for bound in (min, max))
     assert f"took {least:.1f} to {most:.1f} times as long" in text
+    assert all(row["over_parts"] <= 1 for row in rows)  # never longer than a push and an append
+    parts = [row["append_ms"] / row["push_ms"] for row in rows]
+    bounds = f"took {min(parts):.1f} to {max(parts):.1f} times as long as a push without a journal"
+    assert bounds in text
+    assert min(parts) > 1.2
 
 
 def test_readme_states_the_measured_bytes_of_diloco():
