@@ -316,11 +316,11 @@ class Core:
         others = self.replica.shard.servers - 1
         if not isinstance(parsed, list) or len(parsed) != others:
             raise ValueError(f"expected the norms of {others} servers, got {message.text[:80]!r}")
-        norms = [parse_norm(norm) for norm in parsed]
+        norms = [parse_norm(field) for field in parsed]
         self._replay_new_entries()
-        own = self.replica.norm
-        if own is not None and message.number == self.replica.version:
-            self.ledger.add_norm(math.hypot(own, *norms))
+        norm = self.replica.norm
+        if norm is not None and message.number == self.replica.version:
+            self.ledger.add_norm(math.hypot(norm, *norms))
             self._replay_new_entries()
         return Message(Kind.OK)
 
