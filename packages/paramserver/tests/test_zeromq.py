@@ -767,8 +767,10 @@ def test_loopback_addresses_need_no_keys(served):
             assert count(worker, 1, 0.0) == 1
 
 
-def test_an_address_that_is_taken_is_named(served):
-    address = served(make_job()).address
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_an_address_that_is_taken_is_named(served, transport, tmp_path):
+    new = "tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{tmp_path}/s"
+    address = served(make_job(), address=new).address
     with pytest.raises(RuntimeError, match=f"listen at {address}: .*Address already in use"):
         open_server(make_job(), 0, address, journal=None)
     with join_servers(make_job(), 0, [address]) as worker:

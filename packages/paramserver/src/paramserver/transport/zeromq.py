@@ -17,10 +17,13 @@ addresses only. A thread of each worker sends a HEARTBEAT every second, even whi
 computes. This allows the server to distinguish a slow worker from a dead one.
 """
 
+import errno
 import json
 import logging
 import math
+import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -92,8 +95,9 @@ class ZeroMQServer:
         self._authenticator = _authenticate(self._context, self._socket, keys) if keys else None
         self._keys = keys
         try:
+            _require_unused(address)
             self._socket.bind(address)
-        except zmq.ZMQError as error:
+        except (OSError, zmq.ZMQError) as error:
             self.close()
             raise RuntimeError(f"cannot listen at {address}: {error}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -334,6 +338,16 @@ class _Received:
         # The authenticator stores the key as the user of the connection.
         sender_key = head.get("User-Id") if has_keys else ""
         return _Received(name.bytes, worker, session, number, offset, message, chunk, sender_key)
+
+
+def _require_unused(address: str) -> None:
+    """Raise `OSError` if a server listens at an ipc:// address, which ZeroMQ would take over."""
+    if not address.startswith("ipc://"):
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a server that is suspended may not accept
+        if probe.connect_ex(address[6:]) not in (errno.ENOENT, errno.ECONNREFUSED):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def _authenticate(context: Any, server: Any, keys: Keys) -> Any:
