@@ -162,15 +162,34 @@ def make_plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.
     """Return a copy of `model` with merged adapters replaced by the merged layers.
 
     Adapters that are not merged remain in the copy. `memo` is the argument of `copy.deepcopy`.
-    Raise `ValueError` if other layers were replaced, because their original weights are lost.
-    torch raises `RuntimeError` for a tensor with a gradient history, such as a weight that a hook
-    computes.
+    Raise `ValueError` if other layers were replaced, because their original weights are lost, and
+    if a module has a computed tensor that cannot be copied.
     """
     check_supported(model)
-    model = copy.deepcopy(model, memo)
+    try:
+        model = copy.deepcopy(model, memo)
+    except RuntimeError as error:
+        _explain_uncopied_tensor(model, error)
+        raise
     replaced = [module for module in model.modules() if isinstance(module, Replacement)]
     replacements: dict[nn.Module, nn.Module] = {m: m.get_layer_to_compress() for m in replaced}
     return replace_modules(model, replacements)
+
+
+def _explain_uncopied_tensor(model: nn.Module, error: RuntimeError) -> None:
+    """Raise `ValueError` if an attribute of a module is a computed tensor with a gradient.
+
+    `copy.deepcopy` does not copy such tensors. An example is a weight that a hook computes.
+    """
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                raise ValueError(
+                    f"expected a model that can be copied, got a computed tensor {key!r} in "
+                    f"{name or 'the root'}; call torch.nn.utils.prune.remove, "
+                    "remove_weight_norm or remove_spectral_norm if their hooks compute it, and "
+                    "delete it otherwise"
+                ) from error
 
 
 def make_dense_copy(model: nn.Module) -> nn.Module:
