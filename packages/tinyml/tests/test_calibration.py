@@ -409,6 +409,20 @@ def test_memory_is_that_of_one_block_one_batch_and_two_matrices(width, count, le
     assert block < peak <= size_of(small).bytes + 1.5 * (block + hidden) + matrices
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_wide_layer_needs_the_memory_of_two_float64_matrices(dtype):
+    torch.manual_seed(0)
+    inputs, outputs = 344, 128  # the proportions of a Llama's last layer in a block
+    model = nn.Sequential(nn.Linear(inputs, outputs, dtype=dtype))
+    batches = [torch.randn(64, inputs, dtype=dtype)]
+    peak, small = measure_peak_bytes(lambda: gptq(model, batches, 4))
+    matrix = 8 * inputs**2
+    rest = size_of(small).bytes + 8 * 4 * 128 * inputs + 5 * model[0].weight.numel() * 4
+    # The goal of 1.5 blocks would need H in less than float64, or outside of memory.
+    block = (4 * outputs**2 + 3 * outputs * inputs) * dtype.itemsize
+    assert 2 * block < 2 * matrix < peak <= 2 * matrix + rest
+
+
 class WithFunction(Block):
     """A block whose outputs contain a function, which cannot be pickled."""
 

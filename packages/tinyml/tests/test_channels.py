@@ -690,3 +690,22 @@ def test_models_are_pruned_on_their_device_if_another_one_is_the_default():
     torch.testing.assert_close(ordered(inputs), model(inputs))
     assert torch.equal(ordered[0].weight, sort_channels(model, inputs)[0].weight)
     assert not torch.equal(ordered[0].weight, model[0].weight)
+
+
+@pytest.mark.exhaustive
+def test_segmentation_models_and_backbones_of_detection_models_are_pruned():
+    vision = pytest.importorskip("torchvision", reason="torchvision is not installed").models
+    torch.manual_seed(0)
+    options = {"weights": None, "weights_backbone": None, "num_classes": 5}
+    model = vision.segmentation.lraspp_mobilenet_v3_large(**options).eval()
+    images = torch.randn(2, 3, 64, 64)
+    small = prune_channels(model, 0.5, images)
+    assert size_of(small).bytes < size_of(model).bytes / 3
+    assert small(images)["out"].shape == (2, 5, 64, 64)
+    model = vision.detection.fasterrcnn_mobilenet_v3_large_320_fpn(**options).eval()
+    with pytest.raises(ValueError, match="FasterRCNN cannot be exported"):
+        prune_channels(model, 0.5, [torch.rand(3, 96, 96)])
+    before = size_of(model.backbone).bytes
+    model.backbone = prune_channels(model.backbone, 0.5, torch.rand(1, 3, 96, 96))
+    assert size_of(model.backbone).bytes < before / 2
+    assert model([torch.rand(3, 96, 96)])[0].keys() == {"boxes", "labels", "scores"}

@@ -268,8 +268,10 @@ def test_a_state_dict_of_another_format_is_refused(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"group_size": 0}, "expected a group_size that divides .*, got 0"),
-        ({"group_size": 3}, "expected a group_size that divides .*, got 3"),
+        ({"group_size": 0}, "expected an int as group_size that divides .*, got 0"),
+        ({"group_size": 3}, "expected an int as group_size that divides .*, got 3"),
+        ({"group_size": "4"}, "expected an int as group_size that divides .*, got '4'"),
+        ({"group_size": 4.0}, "expected an int as group_size that divides .*, got 4.0"),
     ],
 )
 def test_invalid_group_sizes_are_refused(options, message):
@@ -277,6 +279,32 @@ def test_invalid_group_sizes_are_refused(options, message):
     for compress in (quantize, prepare_qat, lambda m, **o: gptq(m, [torch.ones(2, 8)], **o)):
         with pytest.raises(ValueError, match=message):
             compress(model, **options)
+
+
+NUMBERS = {
+    "sparsity": lambda model, value: prune(model, value),
+    "sparsity of a layer": lambda model, value: prune(model, {"0": value}),
+    "sparsity of units": lambda model, value: prune_channels(model, value, torch.ones(2, 8)),
+    "damping": lambda model, value: gptq(model, [torch.ones(2, 8)], damping=value),
+    "alpha": lambda model, value: add_lora(model, 2, alpha=value),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_another_type_are_refused_by_name(name):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    message = rf"expected a number as {name.split()[0]}, got '0\.5' \(str\)"
+    with pytest.raises(TypeError, match=message):
+        NUMBERS[name](model, "0.5")
+    assert NUMBERS[name](model, np.float32(0.5)) is not None
+
+
+@pytest.mark.parametrize("layers", [nn.Linear(2, 2), [3], "Linear"])
+def test_kinds_of_layers_that_are_not_types_are_refused(layers):
+    model = nn.Sequential(nn.Linear(8, 8))
+    for compress in (quantize, kmeans_quantize, prepare_qat):
+        with pytest.raises(TypeError, match=r"expected types of layers, such as nn\.Linear, got "):
+            compress(model, 4, layers=layers)
 
 
 @pytest.mark.parametrize("bits", [0, 17, -3, 2.5, True, np.int64(4)])

@@ -42,6 +42,19 @@ def test_onnxruntime_returns_the_same_integers_within_one(tmp_path):
     assert (ours == theirs).mean() > 0.99
 
 
+@pytest.mark.parametrize("layer", [nn.Identity(), nn.Dropout(), nn.Flatten(), nn.ReLU()])
+def test_networks_without_arithmetic_are_exported(layer, tmp_path):
+    pytest.importorskip("onnx", reason="onnx is not installed")
+    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    images = torch.randn(9, 3, 4, generator=torch.Generator().manual_seed(1))
+    model = IntegerModel(nn.Sequential(layer).eval(), [images])
+    to_onnx(model, tmp_path / "net.onnx")
+    codes = model.quantize(images)
+    session = runtime.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    theirs = session.run(None, {"input": codes.numpy()})[0]
+    assert np.array_equal(model.integers(codes).numpy(), theirs)
+
+
 def test_a_single_product_differs_at_halves_alone(tmp_path):
     pytest.importorskip("onnx", reason="onnx is not installed")
     runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")

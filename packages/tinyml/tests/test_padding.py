@@ -122,3 +122,23 @@ def test_masks_of_other_shapes_leave_out_no_token(shape, wrapper):
     batch = {"inputs": inputs, "attention_mask": torch.zeros(shape)}
     masked = gptq(wrapper(model), [batch])
     assert torch.equal(masked.layers(inputs), gptq(model, [inputs])(inputs))
+
+
+def test_padded_batches_of_unequal_sizes_count_as_their_sequences():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "bos_token_id": 0}
+    config = transformers.LlamaConfig(**sizes, **heads, eos_token_id=1)
+    model = transformers.LlamaForCausalLM(config).eval().double()
+    sequences = [torch.randint(97, (length,)) for length in (7, 12, 3)]
+    exact = gptq(model, [{"input_ids": sequence[None]} for sequence in sequences], 3).state_dict()
+    for side, dtype in (("right", torch.long), ("left", torch.bool), ("right", torch.float64)):
+        batches = []
+        for part in (sequences[:1], sequences[1:]):
+            options = {"batch_first": True, "padding_side": side}
+            mask = [torch.ones(len(sequence), dtype=dtype) for sequence in part]
+            ids, mask = (nn.utils.rnn.pad_sequence(rows, **options) for rows in (part, mask))
+            batches.append({"input_ids": ids, "attention_mask": mask})
+        padded = gptq(model, batches, 3).state_dict()
+        assert all(torch.equal(padded[name], tensor) for name, tensor in exact.items()), side

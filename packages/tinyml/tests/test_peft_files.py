@@ -263,3 +263,56 @@ def test_adapters_of_embeddings_are_refused_by_name(tmp_path):
     save_file(load_file(path) | factors, path)
     with pytest.raises(ValueError, match=r"got '.*embed\.lora_embedding_[AB]'; merge with peft"):
         load_lora(Model(), tmp_path)
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.convolution = nn.Conv1d(8, 8, 1)
+
+    def forward(self, x):
+        return self.convolution(self.attention(x, x, x)[0].mT)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (("attention", "attention.base_layer.out_proj"), "attention, a MultiheadAttention"),
+        (("convolution",), "convolution, a Conv1d"),
+    ],
+)
+def test_adapters_of_layers_that_are_not_linear_are_refused_by_name(names, kind, tmp_path):
+    save_lora(add_lora(Attending(), 2), tmp_path)
+    path = tmp_path / "adapter_model.safetensors"  # with the names that peft writes
+    factors = [f"base_model.model.{name}.lora_{key}.weight" for name in names for key in "AB"]
+    save_file(load_file(path) | {name: torch.ones(2, 2) for name in factors}, path)
+    model = Attending()
+    with pytest.raises(TypeError, match=f"expected adapters of linear layers .* {kind}; merge"):
+        load_lora(model, tmp_path)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("targets", [["attention"], ["convolution"]])
+def test_peft_names_layers_that_are_not_linear_so(targets, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=2, target_modules=targets)
+    peft.get_peft_model(Attending(), config).save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match=f"expected adapters of linear layers .* {targets[0]}, a "):
+        load_lora(Attending(), tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_peft_ignores_adapters_of_the_output_layer_of_attention(tmp_path):
+    # nn.MultiheadAttention reads the weight of out_proj, and peft adds the update in its forward.
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    torch.manual_seed(0)
+    model, x = Attending().eval(), torch.randn(2, 3, 8)
+    adapted = add_lora(copy.deepcopy(model), 2)
+    nn.init.normal_(adapted.attention.out_proj.lora_B)
+    save_lora(adapted, tmp_path)
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(model), tmp_path).eval()
+    assert torch.equal(theirs(x), model(x))
+    assert torch.equal(load_lora(copy.deepcopy(model), tmp_path)(x), adapted(x))
+    assert not torch.allclose(adapted(x), model(x), atol=0.01)

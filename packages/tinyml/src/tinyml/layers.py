@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -82,7 +82,10 @@ def find_layers(
     weight, as `weight_norm` does, or if `protect` names a layer that uses their weight (see
     `find_protected`). Raise `ValueError` if no layer remains.
     """
-    kinds = (kinds,) if isinstance(kinds, type) else tuple(kinds)
+    kinds = tuple(kinds) if isinstance(kinds, Iterable) else (kinds,)
+    for kind in kinds:
+        if not isinstance(kind, type):
+            raise TypeError(f"expected types of layers, such as nn.Linear, got {kind!r}")
     layers: dict[str, nn.Module] = {}
     protected = find_protected(model, protect)
     excluded = identify_weights(model, protected)

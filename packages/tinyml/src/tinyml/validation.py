@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar, cast
 
@@ -33,6 +34,13 @@ def check_bits(bits: float, noun: str, least: int = 1) -> None:
     """Raise `ValueError` unless `bits` is an int from `least` to 8."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 8:
         raise ValueError(f"expected an int from {least} to 8 as bits of {noun}, got {bits!r}")
+
+
+def check_number(name: str, number: object) -> None:
+    """Raise `TypeError` unless `number` is a real number, or a tensor or an array of one number."""
+    is_single = getattr(number, "shape", None) in ((), (1,))
+    if isinstance(number, bool) or not (isinstance(number, numbers.Real) or is_single):
+        raise TypeError(f"expected a number as {name}, got {number!r} ({type(number).__name__})")
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

@@ -25,7 +25,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from tinyml.compressed_weight import get_compressed_weight
 from tinyml.conversion import Replacement, get_tensor_versions, without_autocast
 from tinyml.layers import get_weight, identify_weight, is_conv1d, is_instance_of, is_product
-from tinyml.validation import check_finite, check_strided
+from tinyml.validation import check_finite, check_number, check_strided
 
 
 class LowRankUpdate:
@@ -58,6 +58,7 @@ class LowRankUpdate:
         rank = operator.index(rank)
         if rank < 1:
             raise ValueError(f"expected rank >= 1, got {rank}")
+        check_number("alpha", rank if alpha is None else alpha)
         if alpha is not None and not math.isfinite(alpha):
             raise ValueError(f"expected a finite alpha, got {alpha}")
         if weight.device.type != "meta":

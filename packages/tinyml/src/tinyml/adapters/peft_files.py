@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tinyml.adapters.parameter_lora import (
 )
 from tinyml.conversion import check_supported
 from tinyml.export.atomic_file import atomic_file
-from tinyml.layers import is_conv1d
+from tinyml.layers import is_conv1d, is_instance_of
 from tinyml.validation import check_finite, format_names
 
 _PREFIX = "base_model.model."
@@ -120,10 +120,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     require_no_adapters(model)
     targeted = match_parameters(model, config.get("target_parameters") or ())
     names = _map_paths_to_names([f"{module}.{key}" for module, key in targeted])
-    if unknown := sorted(pairs.keys() - modules.keys() - names.keys()):
-        raise ValueError(
-            f"expected names of this model, got names of another model: {format_names(unknown)}"
-        )
+    _check_layers(pairs.keys() - names.keys(), modules)
     single = {}
     for path, name in names.items():
         module, _, key = name.rpartition(".")
@@ -148,6 +145,21 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
         return adapter
 
     return insert_adapters(model, named, make_adapter, single)
+
+
+def _check_layers(names: Set[str], modules: dict[str, nn.Module]) -> None:
+    """Raise `TypeError` unless all names are those of linear layers, `ValueError` if unknown."""
+    for name in sorted(names & modules.keys()):
+        if not is_instance_of(modules[name], (nn.Linear,)):
+            raise TypeError(
+                f"expected adapters of linear layers or parameters, got one of {name}, a "
+                f"{type(modules[name]).__name__}; merge with peft (merge_and_unload) and load the "
+                "result"
+            )
+    if unknown := sorted(names - modules.keys()):
+        raise ValueError(
+            f"expected names of this model, got names of another model: {format_names(unknown)}"
+        )
 
 
 def _map_paths_to_names(names: Sequence[str]) -> dict[str, str]:

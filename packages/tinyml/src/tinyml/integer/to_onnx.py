@@ -41,6 +41,8 @@ def to_onnx(model: IntegerModel, path: str | Path) -> None:
         inputs = [(names[i], params[i]) for i in sources]
         writer.add_layer(layer, inputs, params[number + 1], number, output)
         names.append(output)
+    if not model.layers:  # the model returns its input
+        writer.add_identity()
     proto, int8 = onnx.helper, onnx.TensorProto.INT8
     graph = proto.make_graph(
         writer.nodes,
@@ -63,6 +65,10 @@ class _Writer:
         self._types = types
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
+
+    def add_identity(self) -> None:
+        """Add the node of a network without layers, because a graph cannot return its input."""
+        self._add_node("Identity", ["input"], "output")
 
     def add_layer(
         self, layer: Any, inputs: list[_Codes], after: QuantParams, number: int, output: str

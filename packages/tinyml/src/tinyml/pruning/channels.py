@@ -22,7 +22,7 @@ from tinyml.pruning.groups import Group, SizeUse
 from tinyml.pruning.importance import Criterion, Loss, check_criterion, get_tensor, rank_units
 from tinyml.pruning.rules import RULES
 from tinyml.pruning.units import Walk
-from tinyml.validation import suggest_name
+from tinyml.validation import check_number, suggest_name
 
 
 def prune_channels(
@@ -66,13 +66,14 @@ def prune_channels(
         raise ValueError(
             "expected one sparsity for scope='global', got a mapping of layers; pass a number"
         )
+    fractions, default = (sparsity, 0.0) if isinstance(sparsity, Mapping) else ({}, sparsity)
+    for fraction in (default, *fractions.values()):
+        check_number("sparsity", fraction)
+        if not 0 <= fraction < 1:
+            raise ValueError(f"expected 0 <= sparsity < 1, got {fraction}")
     model, walk, groups = _make_ranked_copy(model, inputs, criterion, loss)
     protected = find_protected(model, protect)
     chosen = [g for g in groups if not protected & {piece.layer for piece in g.slices}]
-    fractions, default = (sparsity, 0.0) if isinstance(sparsity, Mapping) else ({}, sparsity)
-    for fraction in (default, *fractions.values()):
-        if not 0 <= fraction < 1:
-            raise ValueError(f"expected 0 <= sparsity < 1, got {fraction}")
     _check_names(fractions, walk, chosen)
     if criterion == "bn_scale":
         chosen = _find_normalized_groups(chosen, fractions)

@@ -21,7 +21,7 @@ from tinyml.layers import (
     get_weight,
     match_settings,
 )
-from tinyml.validation import format_names
+from tinyml.validation import check_number, format_names
 
 
 class Masks(dict[str, Tensor]):
@@ -110,6 +110,7 @@ def mask_smallest(score: Tensor, sparsity: float) -> Tensor:
 
     Of equal scores, the first ones are masked. Raise `ValueError` unless 0 <= sparsity <= 1.
     """
+    check_number("sparsity", sparsity)
     if not 0 <= sparsity <= 1:
         raise ValueError(f"expected 0 <= sparsity <= 1, got {sparsity}")
     order = score.flatten().argsort(stable=True)

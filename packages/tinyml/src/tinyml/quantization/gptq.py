@@ -40,7 +40,13 @@ from tinyml.layers import (
 )
 from tinyml.quantization.grid import Grid, as_rows, check_grid_bits, compute_grid, widen
 from tinyml.quantization.grid_weight import GridWeight
-from tinyml.validation import Progress, check_finite, format_names, require_batches
+from tinyml.validation import (
+    Progress,
+    check_finite,
+    check_number,
+    format_names,
+    require_batches,
+)
 
 
 @torch.inference_mode(mode=False)  # inference tensors do not count their modifications
@@ -73,6 +79,7 @@ def gptq(
     first, group by group. `progress(name, done, total)` is called after each layer.
     """
     check_grid_bits(bits, symmetric)
+    check_number("damping", damping)
     if not 0 <= damping < math.inf:
         raise ValueError(f"expected a finite damping of at least 0, got {damping}")
     check_supported(model)

@@ -100,8 +100,9 @@ def as_rows(weight: Tensor, group_size: int | None = None) -> Tensor:
     if group_size is None:
         return weight.reshape(weight.shape[0], -1)
     width = weight[0].numel()
-    if group_size < 1 or width % group_size:
+    if not isinstance(group_size, int) or group_size < 1 or width % group_size:
         raise ValueError(
-            f"expected a group_size that divides the {width} inputs of an output, got {group_size}"
+            f"expected an int as group_size that divides the {width} inputs of an output, got "
+            f"{group_size!r}"
         )
     return weight.reshape(-1, group_size)
