@@ -279,6 +279,12 @@ def refuse():
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
+    model = nn.Sequential(fully_shard(nn.Linear(2, 2)), nn.Linear(2, 2))
+    model[0].unshard()
+    with pytest.raises(ValueError, match=r"which unshard\(\) has gathered: call reshard\(\) first"):
+        fully_shard(model)
+    model[0].reshard()
+    fully_shard(model)(torch.ones(1, 2)).sum().backward()
     alone = zero.FSDP(nn.Linear(2, 2), group=groups_of_one[dist.get_rank()])
     with pytest.raises(
         RuntimeError, match=r"of ranks \[0\], got ranks \[0, 1\]: pass it as group="

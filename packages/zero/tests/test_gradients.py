@@ -145,6 +145,9 @@ EDITS = {
     "in place": multiply,
     "floor": lambda p: [q.grad.copy_(q.grad // 0.01 * 0.01) for q in p],
     "foreach value": lambda p: torch._foreach_addcmul_(*[[q.grad for q in p]] * 3, 0.5),
+    "foreach maximum": lambda p: torch._foreach_maximum_(
+        [q.grad for q in p], torch._foreach_neg([q.grad for q in p])
+    ),
     "clip 2": lambda p: nn.utils.clip_grad_norm_(p, 0.1),
     "clip 1": lambda p: nn.utils.clip_grad_norm_(p, 0.1, norm_type=1.0),
     "clip inf": lambda p: nn.utils.clip_grad_norm_(p, 0.01, norm_type=float("inf")),
@@ -945,6 +948,9 @@ def combine_shapes_and_dtypes():
     for reduce in (torch.sum, torch.amax, torch.linalg.vector_norm):
         with pytest.raises(RuntimeError, match="full_tensor"):
             reduce(first, dim=None if reduce is torch.sum else (), keepdim=True)
+    if hasattr(torch, "_foreach_powsum"):
+        with pytest.raises(RuntimeError, match="_foreach_powsum is not supported for averaged"):
+            torch._foreach_powsum([first], 2)
     with pytest.raises(RuntimeError, match="any needs all elements"):
         torch.any(first > 0, dim=())
     ours.step()

@@ -412,6 +412,54 @@ def load_torch_files():
     return are_same(gather_state(model), make().state_dict())
 
 
+def load_shards_of_hugging_face_files():
+    """Load the files of torch's writer for Hugging Face, which must be consolidated."""
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    folder = case_folder()
+    # torch's consolidation fails for integers, such as the buffers of a batch norm (torch 2.15).
+    model = FSDP(nn.Linear(5, 4))
+    expected = gather_state(model)
+    for name, consolidates in (("shards", False), ("whole", True)):
+        writer = HuggingFaceStorageWriter(
+            f"{folder}/{name}", save_distributed=True, enable_consolidation=consolidates
+        )
+        dcp.save(model.state_dict(), storage_writer=writer)
+        dist.barrier()
+    with pytest.raises(RuntimeError, match=r"got a shard of .* enable_consolidation=True"):
+        load_checkpoint(f"{folder}/shards", FSDP(nn.Linear(5, 4)))
+    restored = FSDP(nn.Linear(5, 4))
+    load_checkpoint(f"{folder}/whole", restored)
+    return are_same(gather_state(restored), expected)
+
+
+def test_shards_of_hugging_face_files_are_refused_until_they_are_consolidated():
+    assert all(run_on_shared_ranks(load_shards_of_hugging_face_files, 2))
+
+
+def load_scaled_weights():
+    """Load weights in float8, which are refused if the file has scales for them."""
+    folder = case_folder()
+    tensors = make().state_dict()
+    tensors["0.weight"] = tensors["0.weight"].to(torch.float8_e4m3fn)
+    if dist.get_rank() == 0:
+        save_file(tensors, f"{folder}/cast.safetensors")
+        save_file(tensors | {"0.weight_scale_inv": torch.ones(1)}, f"{folder}/scaled.safetensors")
+    dist.barrier()
+    model = FSDP(make(1))
+    before = gather_state(model)
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=r"scales in 0.weight_scale_inv: convert"):
+            load_checkpoint(f"{folder}/scaled.safetensors", model, strict=strict)
+    assert are_same(gather_state(model), before)
+    load_checkpoint(f"{folder}/cast.safetensors", model)
+    return are_same(gather_state(model), tensors | {"0.weight": tensors["0.weight"].float()})
+
+
+def test_float8_weights_with_scales_are_refused():
+    assert all(run_on_shared_ranks(load_scaled_weights, 2))
+
+
 def test_torchs_files_of_weights_are_refused():
     assert all(run_on_shared_ranks(load_torch_files, 1))
 

@@ -108,11 +108,30 @@ class Loading:
         only_model = sorted(part_of.keys() - saved.keys())
         only_saved = sorted(saved.keys() - part_of.keys() - self.tied.keys())
         self._check_missing(only_model, "the model, not in the checkpoint")
-        self._check_missing(only_saved, "the checkpoint only")
         matched = [part for part in parts if part.name in saved]
+        self._check_without_scales(matched, only_saved)
+        self._check_missing(only_saved, "the checkpoint only")
         for part in matched:
             self._check_part(part)
         return matched
+
+    def _check_without_scales(self, parts: list[Part], only_saved: list[str]) -> None:
+        """Raise ValueError if float8 weights would be loaded without the scales stored beside them.
+
+        The values of such weights are wrong without the scales, so `strict` does not matter.
+        """
+        for part in parts:
+            dtype = self.contents.get_shape_and_dtype(part.name)[1]
+            if not dtype.is_floating_point or dtype.itemsize > 1 or dtype == part.values.dtype:
+                continue
+            module = part.name[: part.name.rfind(".") + 1]
+            for name in only_saved:
+                if name.startswith(module) and "scale" in name.removeprefix(module):
+                    raise ValueError(
+                        f"expected weights that need no scales, got {part.name} in {dtype} with "
+                        f"scales in {name}: convert the weights to {part.values.dtype} first, for "
+                        "example with the program that quantized them"
+                    )
 
     def _check_missing(self, names: list[str], description: str) -> None:
         """Raise ValueError if there are names; with `strict=False`, record them instead."""

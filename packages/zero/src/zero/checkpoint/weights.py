@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from zero.checkpoint.ownership import Part
 
 INDEX = "model.safetensors.index.json"
 TORCH_FILES = ("*.bin", "*.pt", "*.pth")
+#: The key of the offsets of shards in the metadata of files of torch's HuggingFaceStorageWriter.
+SHARDING_INFO = "DCP_SHARDING_INFO"
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,19 @@ def _list_files(folder: Path) -> list[Path]:
 def _map_file(path: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = load_file(path)
+        offsets = _read_offsets(path)
     except FileNotFoundError:
         raise ValueError(f"{path} is missing: {INDEX} names it") from None
     except Exception as error:
         raise ValueError(f"{path} is damaged ({error}): use another copy") from None
+    shards = [name for name, starts in offsets.items() if any(starts)]
+    if shards:
+        raise ValueError(
+            f"expected whole tensors, got a shard of {shards[0]} at offsets {offsets[shards[0]]} "
+            f"in {path}, which HuggingFaceStorageWriter wrote: save with save_distributed=True and "
+            "enable_consolidation=True, or convert the folder with torch's "
+            "consolidate_safetensors_files"
+        )
     for name, tensor in tensors.items():
         if tensor.dtype == torch.float4_e2m1fn_x2:
             raise ValueError(
@@ -89,6 +101,14 @@ def _map_file(path: Path) -> dict[str, Tensor]:
                 f"{path}: convert the file, or load it with the program that wrote it"
             )
     return tensors
+
+
+def _read_offsets(path: Path) -> dict[str, list[int]]:
+    """Return where the tensors of a file start in the whole tensors; empty if it does not say."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+    shards = json.loads(metadata.get(SHARDING_INFO, "{}"))
+    return {name: shard["saved_offsets"] for name, shard in shards.items()}
 
 
 def check_format(path: Path) -> None:

@@ -59,8 +59,10 @@ def fully_shard(
                 f"{name}={value} is not supported, because a unit has one dtype and is sharded "
                 "over all ranks, on the device of its module: omit it"
             )
+    sharded_modules = _list_sharded_modules(module)
+    _check_resharded(sharded_modules)
     policy = mp_policy or MixedPrecisionPolicy()
-    inner = dict.fromkeys(_get_fsdp(sharded) for sharded in _list_sharded_modules(module))
+    inner = dict.fromkeys(_get_fsdp(sharded) for sharded in sharded_modules)
     fsdp = FSDP(
         module,
         policy.param_dtype,
@@ -173,6 +175,19 @@ def _check_module(module: Any) -> None:
             "expected one module, because each call shards one module, got a "
             f"{type(module).__name__}: pass a module that contains all of them"
         )
+
+
+def _check_resharded(sharded_modules: list[Any]) -> None:
+    """Raise ValueError if modules of earlier calls have full parameters, which cannot be adopted.
+
+    The shards of these modules would be missing among the parameters of the outer module.
+    """
+    for unit in (unit for module in sharded_modules for unit in _list_units(module)):
+        if unit.is_used:
+            raise ValueError(
+                "expected sharded parameters in the modules passed to earlier calls, got full "
+                f"parameters of {unit.label}, which unshard() has gathered: call reshard() first"
+            )
 
 
 def _get_fsdp(module: Any) -> FSDP:

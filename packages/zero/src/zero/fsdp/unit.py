@@ -204,6 +204,11 @@ class Unit:
             self._full_versions[parameter.full] = parameter.full._version
 
     @property
+    def is_used(self) -> bool:
+        """Return True while a module runs, or if the caller has unsharded the parameters."""
+        return self._num_users > 0
+
+    @property
     def unsharded_bytes(self) -> int:
         """The bytes that full parameters occupy now."""
         return self.full.untyped_storage().nbytes()

@@ -276,12 +276,23 @@ def _apply_foreach(name: str, args: Any, kwargs: Any) -> Any:
     """Apply a `_foreach_` operation tensor by tensor; return the results, or None if in place."""
     if name == "norm":
         return compute_norms(args[0], *args[1:], **kwargs)
-    operator = getattr(aten, name)
+    is_in_place = name.endswith("_")
+    # `_foreach_maximum_` has no base operator in place, and `_foreach_powsum` has none at all.
+    operator = getattr(aten, name, None)
+    base_operator: Any = getattr(aten, name.rstrip("_"), None)
+    if operator is None and base_operator is None:
+        raise RuntimeError(
+            f"_foreach_{name} is not supported for averaged gradients, of which this rank stores "
+            f"only its shard: {REMEDY}"
+        )
     if name.rstrip("_") in ("addcdiv", "addcmul") and len(args) > 3:
         kwargs = {"value": args[3]}
         args = args[:3]
     results = []
     for index in range(len(args[0])):
         row = [arg[index] if isinstance(arg, list | tuple) else arg for arg in args]
-        results.append(operator(*row, **kwargs))
-    return None if name.endswith("_") else results
+        if operator is None:
+            row[0].copy_(base_operator(*row, **kwargs))
+        else:
+            results.append(operator(*row, **kwargs))
+    return None if is_in_place else results

@@ -88,7 +88,8 @@ def is_elementwise(operator: Any) -> bool:
     name = operator.overloadpacket.__name__
     if name.startswith("_foreach_"):
         base = name.removeprefix("_foreach_")
-        packet = getattr(aten, base, None)
+        # Some in-place operators, such as `_foreach_maximum_`, have no base operator in place.
+        packet = getattr(aten, base, None) or getattr(aten, base.rstrip("_"), None)
         if packet is None or base in REDUCTIONS:
             return False
         return any(is_elementwise(getattr(packet, overload)) for overload in packet.overloads())
