@@ -30,7 +30,7 @@ from llmsys_suite.measure import clocks, phases, samples
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import PEER, SINGLE
-from llmsys_suite.model import ModelConfig
+from llmsys_suite.model import ModelConfig, cross_entropy
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Skipped
 from llmsys_suite.splits import split_model as splits
@@ -592,6 +592,23 @@ def random_halves(model: Any) -> Any:
     return pruned
 
 
+def trained_on_heldout(run: Run) -> Callable[[Any], Any]:
+    """Return a method that trains the model on its held-out batch before k-means."""
+
+    def compress_trained(model: Any) -> Any:
+        trained = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.5)
+        tokens, targets = compress.get_heldout_batch(run)
+        with torch.enable_grad():
+            for _ in range(3):
+                optimizer.zero_grad()
+                cross_entropy(trained(tokens), targets).backward()
+                optimizer.step()
+        return tinyml.kmeans_quantize(trained, 4)
+
+    return compress_trained
+
+
 def one_after_another(original: Any, run: Run) -> Any:
     apart = replace(run.results["plan"], variants_fit_together=False)
     return original(replace(run, results=run.results | {"plan": apart}))
@@ -911,6 +928,12 @@ FAULTS: list[Fault] = [
     Fault("train", "a variant computes with two threads", lambda run: step_of(FLAT, lambda _: _Threads(2), lambda v: None)),
     Fault("train", "the times of rank 0 are reported for all ranks", copies_times),
     Fault("train", "the model has one head", lambda run: after(ModelConfig, "from_size", lambda config, *_: replace(config, num_heads=1))),
+    # Faults of a sixth outsider.
+    Fault("parallel", "tensor parallelism leaves whole weights on every rank", lambda run: mock.patch.object(splits, "_split_blocks")),
+    Fault("inspect", "heads are scored on rows of two tokens", lambda run:
+        after(inspect, "draw_repeated_rows", lambda rows, *_: (torch.arange(rows.shape[1]) % 2).repeat(len(rows), 1))),
+    Fault("compress", "weights are trained on the held-out text before k-means", lambda run:
+        mock.patch.dict(compress.METHODS, {"k-means, 4 bits": trained_on_heldout(run)})),
     # Faults in the files of the run folder.
     Fault("folder", "a sample is edited when the run is over", lambda run:
         edited("samples.jsonl", lambda text: text.replace("0.0", "0.1", 1))),

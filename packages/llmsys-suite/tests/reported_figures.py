@@ -12,7 +12,12 @@ from llmsys_suite.results import Audit, Skipped
 RECORDS = ("interleaved", "final_weights")
 #: The figures that no check compares, by the words that label them in the report.
 LABELED = {
-    "plan": {"the memory of all variants together": ("host_peak_bytes", "all_variants_bytes")},
+    "plan": {
+        "the memory of the ranks of a host, and of all variants together": (
+            "host_peak_bytes",
+            "all_variants_bytes",
+        )
+    },
     "links": {
         "times": ("rows.time_us", "rows.p99_us"),
         "ratios to the peer": ("rows.ratio_p50", "rows.ratio_p10", "rows.ratio_p90"),

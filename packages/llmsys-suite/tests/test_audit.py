@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import tinyml
 import torch
-from llmsys_suite.audit import peers, training_checks
+from llmsys_suite.audit import peers, reference, training_checks
 from llmsys_suite.audit.check import Check, Sources, compare_rows
 from llmsys_suite.audit.inputs import compare_with_file
 from llmsys_suite.audit.run import catch_errors, check_again
 from llmsys_suite.audit.stage_checks import compress, parallel, timing
 from llmsys_suite.audit.stage_checks import scale as scale_checks
-from llmsys_suite.audit.text import iter_heldout_windows, read_bytes
+from llmsys_suite.audit.text import iter_heldout_windows, normalize, read_bytes
 from llmsys_suite.audit.training_checks import plan as plan_checks
 from llmsys_suite.audit.training_checks import times
 from llmsys_suite.audit.training_checks import weights as weight_checks
 from llmsys_suite.audit.training_checks import wire as wire_checks
 from llmsys_suite.audit.training_checks.data import get_json_values
 from llmsys_suite.audit.training_checks.record import Record
-from llmsys_suite.config import RunConfig, UsageError
+from llmsys_suite.config import Layout, RunConfig, UsageError
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import (
     CORE_WAIT,
@@ -298,6 +298,42 @@ def test_a_folder_with_a_duplicated_file_has_held_out_text_in_the_training_text(
     read_bytes.cache_clear()
     train, heldout = read_bytes(tmp_path)
     assert all(window in train for window in iter_heldout_windows(heldout))
+
+
+@pytest.mark.parametrize("change", [bytes.upper, lambda text: text.replace(b"\n", b"\r\n\t")])
+def test_held_out_text_is_found_in_other_case_or_with_other_white_space(change):
+    text = bytes(np.random.default_rng(0).choice([10, *range(97, 123)], 20_000).tolist())
+    train, heldout = normalize(text), normalize(change(text[-5000:]))
+    assert all(window in train for window in iter_heldout_windows(heldout))
+
+
+def test_white_space_is_compared_if_the_text_has_nothing_else():
+    assert normalize(b" \n" * 9) == b" \n" * 9
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_k_means_is_a_fixed_point_and_values_of_other_weights_are_not(bits):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(300, 500).requires_grad_(False)
+    palette = tinyml.kmeans_quantize(torch.nn.Sequential(layer), bits)[0].weight.detach()
+    means = compress.compute_cluster_means(layer.weight, palette)
+    assert reference.compute_distance(palette, means) < compress.STORED / 10
+    moved = compress.compute_cluster_means(layer.weight + 0.01, palette)
+    assert reference.compute_distance(palette, moved) > compress.STORED
+
+
+@pytest.mark.parametrize(("layout", "elements"), [
+    (Layout(data=2), 2 * 1005),
+    (Layout(pipeline=2), 1005),
+    (Layout(tensor=2), 1000 + 2 * 5),
+    (Layout(data=2, pipeline=2, tensor=4), 2 * (1000 + 4 * 5)),
+])  # fmt: skip
+def test_expected_elements_of_a_layout(layout, elements):
+    weights = {
+        "blocks.0.ffn.up.weight": torch.zeros(10, 100),
+        "blocks.0.norm.weight": torch.zeros(5),
+    }
+    assert parallel.count_expected_elements(weights, layout) == elements
 
 
 def test_links_to_missing_files_and_pipes_are_no_part_of_a_text(tmp_path):

@@ -23,6 +23,8 @@ from llmsys_suite.ranks.rank import Run
 
 #: Number of held-out windows to search for in the training text, and their length in bytes.
 WINDOWS, WINDOW_BYTES = 64, 256
+#: Translation of ASCII capitals to lower case.
+LOWER_CASE = bytes(range(256)).lower()
 
 
 def read_parts(config: RunConfig) -> tuple[Tokens, Tokens]:
@@ -78,7 +80,7 @@ def collect_split_evidence(run: Run) -> dict[str, Any]:
     """
     tokens = (run.corpus.train.cpu().numpy(), run.corpus.heldout.cpu().numpy())
     digests = run.gather([hashlib.sha256(part.tobytes()).hexdigest() for part in tokens])
-    train, heldout = read_bytes(run.config.data)
+    train, heldout = (normalize(part) for part in read_bytes(run.config.data))
     windows = list(iter_heldout_windows(heldout))
     return {
         "ranks": digests,
@@ -86,6 +88,15 @@ def collect_split_evidence(run: Run) -> dict[str, Any]:
         "repeated": sum(window in train for window in windows),
         "windows": len(windows),
     }
+
+
+def normalize(text: bytes) -> bytes:
+    """Return the text in lower case and without white space.
+
+    Copies of a file with other line ends, indentation or capital letters are then equal. Text that
+    consists of white space is returned unchanged.
+    """
+    return text.translate(LOWER_CASE, b" \t\n\r\v\f") or text
 
 
 def iter_heldout_windows(heldout: bytes) -> Iterator[bytes]:

@@ -7,7 +7,7 @@ ROUNDING = "errors below the rounding of bf16 or tf32"
 #: Unaudited figures of each stage. Parentheses limit an entry to the errors that they name.
 UNAUDITED: dict[str, tuple[str, ...]] = {
     "plan": (
-        "the memory of all variants together",
+        "the memory of the ranks of a host, and of all variants together",
         "the text that derives the peak memory",
         "the division of the peak into activations, head and loss",
         "the planned and the measured peak (both wrong by less than a half)",
@@ -33,7 +33,8 @@ UNAUDITED: dict[str, tuple[str, ...]] = {
         "weight changes of parameters whose gradients are rounding errors (any change)",
         "hidden and exposed communication",
         "the boundaries between phases",
-        "the time of a variant (computation between its timed steps)",
+        "the time of a variant "
+        "(computation between its timed steps, and errors that both clocks of a step have)",
         f"utilization ({CLOCK_FACTOR})",
         "bytes of shards and of all stored tensors (less than a fifth)",
         f"gradients and weights in bf16 or tf32 ({ROUNDING})",
@@ -44,6 +45,8 @@ UNAUDITED: dict[str, tuple[str, ...]] = {
         "the times of DDP and FSDP2 of torch (too long by a factor below 1.4)",
         "the times of DDP and FSDP2 of torch if other programs disturb nearly all rounds "
         "(sleep in this stage only)",
+        "the times of DDP and FSDP2 of torch if their ranks wait for a core "
+        "(ranks that share one core, or another program that runs during their steps)",
         "the rounds that other programs disturbed",
     ),
     "learn": (
@@ -65,7 +68,7 @@ UNAUDITED: dict[str, tuple[str, ...]] = {
     "parallel": (
         "waiting",
         "the dtype of products (a wrong dtype, and errors below its rounding)",
-        "the time of an iteration (less work than reported, or the time of another split)",
+        "the time of an iteration (other work than reported, or the time of another split)",
     ),
     "memory": (
         "the peak of inference",
@@ -87,7 +90,7 @@ UNAUDITED: dict[str, tuple[str, ...]] = {
     ),
     "compress": (
         f"the times of methods ({CLOCK_FACTOR})",
-        "the values of codebooks (values that are not the best ones)",
+        "the values of codebooks (a local optimum of k-means that is not the best one)",
         "the integer weights of the method that rounds activations",
     ),
 }

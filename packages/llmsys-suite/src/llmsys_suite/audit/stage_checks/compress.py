@@ -79,6 +79,7 @@ def check_stage(run: Run, result: results.Compress) -> Iterator[Check]:
     losses = []
     distances: list[tuple[float, str]] = []
     wrong_codebooks: list[str] = []
+    cluster_distances: list[tuple[float, str]] = []
     output_distances: list[tuple[float, str]] = []
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         for method, model in run.compressed.items():
@@ -100,6 +101,8 @@ def check_stage(run: Run, result: results.Compress) -> Iterator[Check]:
                     most = 2 ** CODEBOOK_BITS[method]
                     if not most / 2 < values <= most:
                         wrong_codebooks.append(f"{where}: {values} values")
+                    means = compute_cluster_means(original, weight)
+                    cluster_distances.append((reference.compute_distance(weight, means), where))
                     continue
                 expected = _compress_weight(method, original)
                 if expected is not None:
@@ -110,6 +113,8 @@ def check_stage(run: Run, result: results.Compress) -> Iterator[Check]:
     weights = Sources("weights in the file", "the method")
     yield weights.check_distances("pruned and rounded weights", distances, STORED)
     yield weights.check_none("values of codebooks", wrong_codebooks)
+    clusters = Sources("weights in the file", "means of the nearest trained weights")
+    yield clusters.check_distances("means of codebooks", cluster_distances, STORED)
     integers = Sources("layers in the file", "float64 with inputs of 8 bits")
     yield integers.check_distances("outputs for rounded inputs", output_distances, ROUNDED_INPUTS)
     yield from _check_times(run, result, tokens)
@@ -167,6 +172,20 @@ def _compress_weight(method: str, weight: Tensor) -> Tensor | None:
         magnitudes = weight.abs()
         return weight * (magnitudes > magnitudes.flatten().kthvalue(weight.numel() // 2).values)
     return weight if method == compress.BASELINE else None
+
+
+def compute_cluster_means(original: Tensor, weight: Tensor) -> Tensor:
+    """Return one iteration of Lloyd's algorithm, which does not change the result of k-means.
+
+    Each original weight is assigned to the nearest value in `weight`, and replaced by the mean of
+    all weights that are assigned to this value.
+    """
+    values = weight.double().unique()
+    flat = original.double().flatten()
+    nearest = torch.bucketize(flat, (values[1:] + values[:-1]) / 2)
+    sums = torch.zeros_like(values).index_add_(0, nearest, flat)
+    means = sums / nearest.bincount(minlength=len(values))
+    return means[nearest].view_as(original)
 
 
 def _count_data_bytes(path: Path) -> int:

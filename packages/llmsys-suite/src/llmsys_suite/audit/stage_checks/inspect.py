@@ -54,7 +54,7 @@ def _check_scores(
     """Compare the best previous-token head with the float64 attention patterns of all heads."""
     assert isinstance(run.trained, Decoder)
     config = run.trained.config
-    repeated = inspect.draw_repeated_rows(min(64, config.context), config.vocabulary).to(run.device)
+    repeated = _draw_repeated_rows(min(64, config.context), config.vocabulary).to(run.device)
     patterns = reference.compute_patterns(weights, repeated, heads)
     # The mean attention of each head to the previous token, one tensor (heads,) per layer.
     expected = [pattern.diagonal(-1, 2, 3).mean((0, 2)) for pattern in patterns]
@@ -67,3 +67,10 @@ def _check_scores(
     largest = Sources("interp", "the largest of all heads")
     chosen = [(best, row["score"], name) for row in rows]
     yield largest.check_all_equal(f"choice of {name}", chosen, 1e-4)
+
+
+def _draw_repeated_rows(context: int, vocabulary: int) -> Tensor:
+    """Return the rows of the stage: four permutations, each cut off and followed by its copy."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randperm(vocabulary, generator=generator)[: context // 2] for _ in range(4)]
+    return torch.stack([row.repeat(2) for row in rows])

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from llmsys_suite import results
 from llmsys_suite.audit import reference, tolerances
@@ -75,8 +76,8 @@ def check_stage(run: Run, result: results.Parallel | results.Skipped) -> Iterato
         layout = possible[name]
         # Gradients of a split are checked in float32, even if the run uses another dtype.
         with run.in_float32(), record_passes() as passes:
-            gradients = _check_gradients(run, name, layout, exact)
-        yield gradients
+            checks = [*_check_first_step(run, name, layout, exact)]
+        yield from checks
         yield from _check_schedule(run, name, layout, passes)
         yield from _check_losses(run, row, exact)
 
@@ -105,20 +106,43 @@ def _train_one_process(run: Run) -> Exact:
     return Exact(start, gradients[0], losses)
 
 
-def _check_gradients(run: Run, name: str, layout: Layout, exact: Exact) -> Check:
-    """Compare the weight change of one SGD step with the exact gradients, on every rank."""
+def _check_first_step(run: Run, name: str, layout: Layout, exact: Exact) -> Iterator[Check]:
+    """Compare the weights of all ranks, and their change in one SGD step, with one process."""
     # SGD's foreach implementation does not mix DTensors with plain tensors.
     make = partial(torch.optim.SGD, lr=RATE, foreach=False)
     split = SplitModel(run, run.model, layout, make)
     split.step(*split.draw_batch(0))
+    # A split that leaves whole weights on every rank computes the same gradients.
+    weights = Sources("elements on all ranks", "one process and the layout")
+    yield weights.check_equal(
+        f"{name}: split weights",
+        count_expected_elements(exact.start, layout),
+        sum(run.gather(sum(_get_local(p).numel() for p in split.model.parameters()))),
+    )
     moved = {n: (exact.start[n] - w.double()) / RATE for n, w in split.gather_weights().items()}
     floor = reference.compute_rounding_floor(exact.gradients)
     distances = run.gather(reference.find_largest_distance(moved, exact.gradients, floor))
     ranks = [(distance, f"rank {rank} {where}") for rank, (distance, where) in enumerate(distances)]
     every_rank = Sources("every rank", "float64")
-    return every_rank.check_distances(
+    yield every_rank.check_distances(
         f"{name}: weight change of one SGD step", ranks, tolerances.GRADIENT
     )
+
+
+def count_expected_elements(weights: dict[str, Tensor], layout: Layout) -> int:
+    """Return the number of elements of the weights on all ranks of a layout.
+
+    Tensor parallelism splits the matrices of the blocks, and replicates the other weights.
+    """
+    elements = 0
+    for name, weight in weights.items():
+        is_split = name.startswith("blocks.") and weight.ndim == 2
+        elements += weight.numel() * (1 if is_split else layout.tensor)
+    return layout.data * elements
+
+
+def _get_local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _check_schedule(run: Run, name: str, layout: Layout, passes: list[str]) -> Iterator[Check]:

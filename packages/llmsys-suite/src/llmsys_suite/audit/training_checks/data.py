@@ -13,7 +13,7 @@ from llmsys_suite.config import RunConfig
 from llmsys_suite.measure.samples import count_ranks
 
 #: Allowed fraction of held-out windows that occur in the training text. In Python's standard
-#: library, one window in 64 does, because it is boilerplate.
+#: library, none of 64 windows does. Boilerplate can repeat a few.
 REPEATED = 0.1
 
 
