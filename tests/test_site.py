@@ -35,6 +35,7 @@ def test_the_site_has_every_public_name_and_can_be_searched(site):
         )
         shown = (site / "api" / f"{package}.html").read_text()
         assert [name for name in names if name not in shown] == [], package
+        assert shown.count(">Source<") == len(names) > 0, package
         assert f"packages/{package}" in index
 
 
