@@ -229,7 +229,7 @@ def _find_source(module: ModuleType, public: str) -> Path:
         owner = next(
             node.module
             for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and public in [each.name for each in node.names]
+            if isinstance(node, ast.ImportFrom) and public in [alias.name for alias in node.names]
         )
         if str(owner).split(".")[0] != module.__name__:  # the name belongs to another library
             return Path(str(module.__file__))
