@@ -65,7 +65,7 @@ def write_page_text() -> str:
         for key, question in QUESTIONS.items():
             answers = [entry for entry in entries if entry.question == key]
             if answers:
-                lines += ["", f"**{question}**", "", "| guarantee | shown by |", "|---|---|"]
+                lines += ["", f"### {question}", "", "| guarantee | shown by |", "|---|---|"]
                 lines += [_format_row(entry) for entry in answers]
     return "\n".join(lines) + "\n"
 

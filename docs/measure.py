@@ -184,7 +184,14 @@ def format_quoted_rows(name: str) -> str:
 
 def format_page(name: str) -> str:
     """Return the newest results of a package on every machine as Markdown, a table per case."""
-    lines = [f"# {name}: measurements", "", f"The files `*/{name}-*.json` have all columns.", ""]
+    lines = [
+        f"# {name}: measurements",
+        "",
+        f"This page has the tables of the benchmark of `{name}`. A section is one run on one "
+        "machine; its title is the name of the run in `measured.toml`. Each case has one table. "
+        f"The files `docs/results/*/{name}-*.json` have all columns.",
+        "",
+    ]
     layouts = read_settings(name)["cases"]
     for label in read_settings(name)["runs"]:
         for stored in find_newest_by_machine(name, label).values():

@@ -9,6 +9,7 @@ to a source file becomes a link to a page that shows it. A broken link is an err
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -127,6 +128,8 @@ def stage_pages(folder: Path) -> None:
         if site_path == "index.md":
             text += _format_contents()
         _write(folder / site_path, text)
+    for name in PACKAGES:
+        _write(folder / "api" / f"{name}.md", _format_api_page(name, shown))
     for path in sorted(shown):
         if path.suffix in PICTURES:
             target = folder / _get_picture_path(path)
@@ -134,8 +137,6 @@ def stage_pages(folder: Path) -> None:
             shutil.copy(path, target)
         else:
             _write(folder / "files" / f"{path.relative_to(ROOT)}.md", _format_file_page(path))
-    for name in PACKAGES:
-        _write(folder / "api" / f"{name}.md", _format_api_page(name))
     _write(folder / "results" / "index.md", _list_results())
 
 
@@ -182,14 +183,21 @@ def _format_file_page(path: Path) -> str:
     return f"{UNLISTED}# {path.relative_to(ROOT)}\n\n````{language}\n{path.read_text()}\n````\n"
 
 
-def _format_api_page(name: str) -> str:
-    """Return a page of every public name with its docstring and example, in `__all__`'s order."""
+def _format_api_page(name: str, shown: set[Path]) -> str:
+    """Return a page of every public name, in the order of `__all__`.
+
+    Each name has its docstring, a link to its source file, which is added to `shown`, and its
+    example.
+    """
     module = importlib.import_module(name.replace("-", "_"))
     examples = api_examples.read_examples(name)
     parts = [f"# {name}: public names", api_examples.read_introduction(name)]
     for public in module.__all__:
         directive = "\n".join(_format_directive(module, public))
-        parts += [f"```{{eval-rst}}\n{directive}\n```", examples[public]]
+        source = _find_source(module, public)
+        shown.add(source)
+        link = f"[Source](../files/{source.relative_to(ROOT)}.md)"
+        parts += [f"## {public}", f"```{{eval-rst}}\n{directive}\n```", link, examples[public]]
     return "\n\n".join([*parts, ""])
 
 
@@ -198,12 +206,34 @@ def _format_directive(module: ModuleType, public: str) -> list[str]:
     thing = getattr(module, public)
     where = f"{module.__name__}.{public}"
     if inspect.isclass(thing):
-        return [f".. autoclass:: {where}", "   :members:", "   :show-inheritance:"]
+        options = ["   :members:"]
+        # A private base or `object` says nothing to a reader.
+        if all(base is not object and base.__name__[0] != "_" for base in thing.__bases__):
+            options.append("   :show-inheritance:")
+        return [f".. autoclass:: {where}", *options]
     if inspect.isroutine(thing):
         return [f".. autofunction:: {where}"]
     if inspect.ismodule(thing):
         return [f".. automodule:: {thing.__name__}", "   :members:"]
     return [f".. py:data:: {where}", f"   :type: {type(thing).__name__}"]
+
+
+def _find_source(module: ModuleType, public: str) -> Path:
+    """Return the file that defines a public name; for data, the file from which it is imported."""
+    thing = getattr(module, public)
+    if inspect.ismodule(thing):
+        return Path(str(thing.__file__))
+    owner = getattr(thing, "__module__", None)
+    if owner is None or owner.split(".")[0] != module.__name__:
+        tree = ast.parse(Path(str(module.__file__)).read_text())
+        owner = next(
+            node.module
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and public in [alias.name for alias in node.names]
+        )
+        if str(owner).split(".")[0] != module.__name__:  # the name belongs to another library
+            return Path(str(module.__file__))
+    return Path(str(importlib.import_module(str(owner)).__file__))
 
 
 def _list_results() -> str:

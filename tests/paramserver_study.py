@@ -495,7 +495,7 @@ def measure_link(steps_of: dict[str, int], size: str, lr: float, rate: str) -> l
                 "steps": count,
                 "computing_share": min(computed / total for computed, total, _ in results),
                 "step_ms": max(total for _, total, _ in results) / count * 1e3,
-                "sent_bytes_a_step": sent / count,
+                "sent_bytes_per_step": sent / count,
                 "held_out_loss": results[0][2],
             }
         )
@@ -515,8 +515,8 @@ def measure_equal_loss(size: str, steps: int, lr: float, rate: str) -> list[dict
             "steps": steps,
             "held_out_loss": row["held_out_loss"],
             "loss_over_data_parallel": row["held_out_loss"] / rows[0]["held_out_loss"],
-            "sent_bytes": row["sent_bytes_a_step"] * steps,
-            "times_fewer_bytes": rows[0]["sent_bytes_a_step"] / row["sent_bytes_a_step"],
+            "sent_bytes": row["sent_bytes_per_step"] * steps,
+            "times_fewer_bytes": rows[0]["sent_bytes_per_step"] / row["sent_bytes_per_step"],
         }
         for row in rows
     ]

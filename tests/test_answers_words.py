@@ -370,7 +370,7 @@ def test_fewer_exchanges_compute_more_on_a_slow_link_at_nearly_the_same_loss():
     parallel, diloco, streaming = list_policy_rows("link")
     shares = [row["computing_share"] for row in (parallel, diloco, streaming)]
     assert shares == sorted(shares)
-    sent = [row["sent_bytes_a_step"] for row in (parallel, diloco, streaming)]
+    sent = [row["sent_bytes_per_step"] for row in (parallel, diloco, streaming)]
     assert sent == sorted(sent, reverse=True)
     equal = result("paramserver", "equal-loss", kind=streaming["kind"])
     assert 1 < equal["loss_over_data_parallel"] < 1.01

@@ -1,6 +1,7 @@
 """The site as a browser shows it: every public name, no broken link, and no overflow."""
 
 import html
+import importlib
 import json
 import re
 import shutil
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from workspace import PACKAGES, ROOT, get_source_folder
+from workspace import PACKAGES, ROOT, get_module_name
 
 pytestmark = pytest.mark.exhaustive
 SITE = ROOT / "docs" / "_site"
@@ -30,11 +31,11 @@ def site():
 def test_the_site_has_every_public_name_and_can_be_searched(site):
     index = (site / "searchindex.js").read_text()
     for package in PACKAGES:
-        names = re.findall(
-            r'^    "(\w+)",$', (get_source_folder(package) / "__init__.py").read_text(), re.M
-        )
+        names = importlib.import_module(get_module_name(package)).__all__
         shown = (site / "api" / f"{package}.html").read_text()
-        assert [name for name in names if name not in shown] == [], package
+        assert re.findall(r"<h2>([^<]+)<", shown) == [*names], package
+        sources = re.findall(r'href="\.\./files/packages/[^"]+">(?:<[^>]+>)?Source<', shown)
+        assert len(sources) == len(names), package
         assert f"packages/{package}" in index
 
 
