@@ -152,7 +152,7 @@ def test_invalid_size_in_config_is_refused(wrong: object) -> None:
     for field in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
         if wrong == 10**30 and field == "hidden_size":
             continue
-        with pytest.raises((ValueError, TypeError), match=r"expected|cannot be read|missing| is "):
+        with pytest.raises((ValueError, TypeError), match=r"expected|missing| is "):
             Transformer.from_hf(LLAMA | {field: wrong})
 
 

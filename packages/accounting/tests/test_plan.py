@@ -604,6 +604,18 @@ def test_quantization_is_read_wherever_a_file_states_it(
                 read_stored_dtype(str(path))
 
 
+def test_experts_in_another_dtype_than_the_quantization_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    content = {"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp8"}}
+    path.write_text(json.dumps(content | {"expert_dtype": "fp8"}))
+    assert read_stored_dtype(str(path)) == "fp8"
+    nested = {"quantization_config": {"quant_method": "fp8", "expert_dtype": "fp4"}}
+    for stated in ({"expert_dtype": "fp4"}, nested):
+        path.write_text(json.dumps(content | stated))
+        with pytest.raises(ValueError, match="expected expert_dtype 'fp8' as .*, got 'fp4'; pass"):
+            read_stored_dtype(str(path))
+
+
 def test_refusal_says_which_numbers_do_not_divide_and_by_how_much() -> None:
     # Neither 8 layers nor 16 heads are divided by 11, so all ranks are data-parallel.
     reason = r"divisibility fails, not memory.*ranks are 11, and batch=13 is 2 more.*batch=11 or 22"

@@ -324,6 +324,8 @@ def validate_plan(plan: Plan | None, model: Transformer, *, batch: int, seq: int
 def list_tensor_parallel_sizes(model: Transformer) -> dict[str, int]:
     """Return the sizes that the tensor-parallel degree must divide, keyed by their names."""
     sizes = {"heads": model.heads}
+    if model.low_rank:
+        sizes["low_rank.out_groups"] = model.low_rank.out_groups
     if model.mlp_layers:
         sizes["d_ff"] = model.d_ff
     if model.experts:
