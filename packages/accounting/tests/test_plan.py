@@ -39,7 +39,7 @@ from accounting.plan import can_split_evenly
 from accounting.search.bounds import Bounds
 from accounting.search.plans import plans_that_fit
 from accounting.search.space import Space
-from accounting.time.published import predict_seconds
+from accounting.time.intervals import predict_seconds
 from accounting.time.step import step_time
 from figures import assert_at_most
 from published_models import PUBLISHED
@@ -612,7 +612,7 @@ def test_experts_in_another_dtype_than_the_quantization_are_refused(tmp_path: Pa
     nested = {"quantization_config": {"quant_method": "fp8", "expert_dtype": "fp4"}}
     for stated in ({"expert_dtype": "fp4"}, nested):
         path.write_text(json.dumps(content | stated))
-        with pytest.raises(ValueError, match="expected expert_dtype 'fp8' as .*, got 'fp4'; pass"):
+        with pytest.raises(ValueError, match=r"expected expert_dtype 'fp8' as .*, got 'fp4'; pass"):
             read_stored_dtype(str(path))
 
 

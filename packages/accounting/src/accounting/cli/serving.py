@@ -21,7 +21,7 @@ from accounting.time.efficiency import (
     MATMUL_FRACTION,
     STREAM_PASSES,
 )
-from accounting.time.published import Interval, predict_seconds
+from accounting.time.intervals import Interval, predict_seconds
 from accounting.time.step import get_group_link
 
 

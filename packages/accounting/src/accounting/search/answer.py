@@ -21,7 +21,7 @@ from accounting.search.plans import (
 )
 from accounting.search.space import Space
 from accounting.time.goodput import Goodput, compute_goodput
-from accounting.time.published import Interval, predict_seconds
+from accounting.time.intervals import Interval, predict_seconds
 from accounting.time.step import step_time
 from accounting.workload import Workload
 

@@ -44,7 +44,7 @@ class FittingPlan:
     plan: Plan
     #: Bytes on the fullest device.
     memory_bytes: float
-    #: Modeled seconds of a step; `accounting.time.published.predict_seconds` adds an interval.
+    #: Modeled seconds of a step; `accounting.time.intervals.predict_seconds` adds an interval.
     step_seconds: float
 
 
