@@ -747,7 +747,8 @@ def test_no_plan_is_proposed_whose_memory_is_not_modeled(devices: int) -> None:
 def test_search_reads_fields_like_a_plan() -> None:
     model = Transformer(layers=4, d_model=64, heads=4, vocab_size=100)
     question: dict[str, Any] = {"hardware": "H100", "devices": 2, "batch": 4, "seq": 8}
-    assert plans_that_fit(model, **question, data=0) == plans_that_fit(model, **question)
+    with pytest.raises(ValueError, match="expected data >= 1, got 0"):
+        plans_that_fit(model, **question, data=0)
     recipe = replace(PRECISIONS["fp32"], name="mine")
     assert plan_for(model, gpus=1, seq=8, batch=2, precision=recipe).precision == "mine"
 
