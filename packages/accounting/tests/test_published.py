@@ -125,7 +125,7 @@ def test_intervals_of_held_out_sources_are_as_wide_as_stated(device: str) -> Non
         others = [ratio for ratio in list_ratios(group) if ratio.source != source]
         interval = learn_factor(others, group, LEAST_SOURCES - 1)
         widths.append(interval.high / interval.middle - 1)
-    stated = {"A100": "12 to 17 % above their middle on the A100", "H100": "14 to 21 % on the H100"}
+    stated = {"A100": "12 to 17 % above their middle on the A100", "H100": "14 to 21 %"}
     least, most = stated[device].split(" %")[0].split(" to ")
     assert stated[device] in README
     assert (round(100 * min(widths)), round(100 * max(widths))) == (int(least), int(most))
