@@ -75,7 +75,7 @@ TAKES: dict[str, dict[str, Any]] = {
         **{"fsdp": 4, "tensor": 2, "d_ff": 53248, "comms": "summed"},
         **LINKS,
     },
-    "time.published.predict_seconds": {"seconds": 1.0},
+    "time.intervals.predict_seconds": {"seconds": 1.0},
     "time.roofline.roofline": {"hardware": "H100", "shape": (2, 3, 4), "dtype": "fp16"},
     "time.step.get_group_link": {"hardware": HARDWARE["H100"], "stride": 2, "ranks": 3},
     "time.step.step_time": RUN | {"plan": Plan(data=2), "hardware": "H100"},
@@ -116,22 +116,8 @@ INSIDE = {
     ),
     "memory.activations.count_head_activation_bytes",
     *("search.answer.explain_no_room", "search.plans.find_least_memory"),
-    *(
-        "time.published.list_ratios",
-        "time.published.compute_modeled_seconds",
-        "time.published.learn_factor",
-    ),
-    *(
-        "time.published.compute_half_width",
-        "time.published.compute_mean_log_ratio",
-        "time.published.classify_run",
-    ),
-    *(
-        "time.published.compute_errors_by_source",
-        "time.published.count_covered_runs",
-        "time.published.choose_interval_group",
-    ),
-    "flops.count_attention_operations",
+    "time.intervals.classify_run",
+    *("flops.count_attention_operations", "flops.count_entry_pairs"),
     *("time.step.iter_linked_collectives", "model.registry"),
 }
 # Arguments that are texts with separate rules.

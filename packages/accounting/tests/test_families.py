@@ -4,6 +4,7 @@ Each family is tested with the defaults of its class and with every switch flipp
 """
 
 import json
+import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, replace
@@ -26,6 +27,7 @@ from accounting import (
 )
 from accounting.cli.serving import estimate_serving
 from accounting.model.family_tables import ENCODERS, FAMILIES, MULTIMODAL
+from accounting.model.records import Compressed, LowRank
 from accounting.model.registry import build_transformer_arguments
 from accounting.model.transformer import _count_part_sizes
 from random_configurations import count_outcomes
@@ -493,10 +495,124 @@ def test_sparse_index_scores_all_keys_and_selects_some() -> None:
     assert kv_cache(model, seq=10).total == saved * 10
 
 
+DEEPSEEK_V4 = {
+    **{"hidden_size": 24, "moe_intermediate_size": 12, "vocab_size": 40, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "head_dim": 16, "q_lora_rank": 6, "o_groups": 2},
+    **{"o_lora_rank": 5, "n_routed_experts": 4, "num_experts_per_tok": 2, "hc_mult": 3},
+    **{"index_n_heads": 3, "index_head_dim": 8, "index_topk": 2, "partial_rotary_factor": 0.25},
+}
+SPARSE = "compressed_sparse_attention"
+DENSE_ENTRIES = "heavily_compressed_attention"
+
+
+def draw_compressed_layers(rng: random.Random) -> dict[str, Any]:
+    """Return random kinds of layers, rates, windows and sizes of a small DeepSeek-V4."""
+    kinds = [rng.choice((SLIDING, SPARSE, DENSE_ENTRIES)) for _ in range(4)]
+    rates = {SPARSE: rng.choice((1, 2, 3, 4)), DENSE_ENTRIES: rng.choice((1, 5, 6, 20))}
+    sizes = {"hc_mult": rng.choice((1, 2, 4)), "index_topk": rng.choice((1, 3, 50))}
+    sizes |= {"sliding_window": rng.choice((2, 4, 30)), "o_groups": rng.choice((1, 2, 4))}
+    sizes |= {"n_shared_experts": rng.choice((0, 2)), "num_key_value_heads": rng.choice((1, 2))}
+    switches = {"tie_word_embeddings": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
+    return sizes | switches | {"layer_types": kinds, "compress_rates": rates}
+
+
+def check_compressed_layers(seed: int) -> None:
+    """Compare a random DeepSeek-V4 with its module, torch's counter and transformers' cache."""
+    import transformers
+    from torch.utils.flop_counter import FlopCounterMode
+
+    rng = random.Random(seed)
+    config = transformers.AutoConfig.for_model(
+        "deepseek_v4", **DEEPSEEK_V4 | draw_compressed_layers(rng)
+    )
+    config._experts_implementation = "eager"
+    module = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = describe_module(module)
+    assert model.size == sum(parameter.numel() for parameter in module.parameters())
+    seq = rng.choice((1, 5, 12, 19))
+    tokens = torch.randint(40, (2, seq))
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        layers = module(input_ids=tokens, use_cache=True).past_key_values.layers
+    run: dict[str, Any] = {"seq": seq, "batch": 2, "phase": "forward", "attention": "full"}
+    assert flops(model, **run).total == counter.get_total_flops()
+    # The first call with a cache keeps all keys of a prompt, and later calls one window.
+    stored = [layer.keys[:, :, -config.sliding_window :] for layer in layers]
+    for layer in layers:
+        # Layers without entries store a second copy, which is not counted.
+        assert torch.equal(layer.values, layer.keys)
+        for name in ("compressed_kv", "buffer_kv", "buffer_gate", "overlap_kv", "overlap_gate"):
+            tensors = getattr(layer, name, {}).values()
+            stored += [tensor for tensor in tensors if tensor is not None]
+    missing = 0
+    if seq >= config.sliding_window:
+        # Between two tokens, transformers stores one key less than a window.
+        missing = 4 * 2 * config.head_dim * 4
+    cached = kv_cache(model, seq=seq, batch=2, dtype="fp32").total
+    assert cached == sum(tensor.numel() * 4 for tensor in stored) + missing
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [*range(3), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 40))],
+)
+def test_compressed_layers_cost_as_much_as_in_transformers(seed: int) -> None:
+    check_compressed_layers(seed)
+
+
+@pytest.mark.parametrize("seq", [1, 7, 20])
+def test_pairs_of_compressed_entries_are_those_of_the_mask(seq: int) -> None:
+    kinds = [SPARSE, DENSE_ENTRIES, SLIDING, SPARSE]
+    more = {"layer_types": kinds, "compress_rates": {SPARSE: 3, DENSE_ENTRIES: 5}}
+    model = Transformer.from_hf({"model_type": "deepseek_v4", **DEEPSEEK_V4, **more})
+    visible = {rate: [(token + 1) // rate for token in range(seq)] for rate in (3, 5)}
+    sparse = [min(2, entries) for entries in visible[3]]
+    per_pair = 2 * 4 * 16
+    for phase, first in (("forward", 0), ("decode", seq - 1)):
+        attention = flops(model, seq=seq, phase=phase)
+        for name, pairs, layers in (("sparse", sparse, 2), ("dense", visible[5], 1)):
+            expected = layers * per_pair * sum(pairs[first:])
+            for kind in ("scores", "values"):
+                part = f"{kind} of {name} entries"
+                parts = [p.total for p in attention["attention"] if p.name == part]
+                assert sum(parts) == expected
+        index = sum(part.total for part in attention if part.name == "index")
+        assert index == 2 * 2 * 3 * 8 * sum(visible[3][first:])
+
+
+def test_published_names_of_compressed_layers_are_read_like_transformers() -> None:
+    import transformers
+
+    names: list[dict[str, Any]] = [
+        {"compress_ratios": [0, 0, 4, 128, 4, 128, 0, 0]},
+        {"compress_ratios": [4, 128, 0, 0, 0, 0], "compress_rate_csa": 2, "compress_rate_hca": 7},
+        {"compress_ratios": [0] * 6, "layer_types": [SPARSE] * 6},
+        {},
+    ]
+    for fields in names:
+        content = DEEPSEEK_V4 | {"num_hidden_layers": 6, "num_hash_layers": 2} | fields
+        config = transformers.AutoConfig.for_model("deepseek_v4", **content)
+        model = Transformer.from_hf({"model_type": "deepseek_v4", **content})
+        assert model == Transformer.from_hf(config.to_dict() | {"architectures": None})
+    with pytest.raises(ValueError, match=r"got compress_ratios=\[2, 2, 2, 2\]"):
+        Transformer.from_hf(
+            {"model_type": "deepseek_v4", **DEEPSEEK_V4, "compress_ratios": [2] * 4}
+        )
+
+
+def test_serving_reads_selected_entries_and_copies_them_to_every_device() -> None:
+    more = {"layer_types": [SPARSE] * 4, "compress_rates": {SPARSE: 4, DENSE_ENTRIES: 8}}
+    model = Transformer.from_hf({"model_type": "deepseek_v4", **DEEPSEEK_V4, **more})
+    assert kv_cache(model, seq=400, tensor=2).total == kv_cache(model, seq=400).total
+    served, other = (estimate_serving(model, seq=seq) for seq in (400, 800))
+    # A token reads two entries of 16 values, but all 100 or 200 entries of the index.
+    assert other["bytes_per_token"] - served["bytes_per_token"] == 4 * 100 * 8 * 2
+    with pytest.raises(ValueError, match=r"tensor to divide low_rank\.out_groups=2, got 4"):
+        estimate_serving(model, gpus=4, seq=400)
+
+
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("deepseek_v4", "compress keys and values"),
         ("diffllama", "twice the width"),
         ("t5", "attends to an encoder"),
         ("bart", "attends to an encoder"),
@@ -602,6 +718,18 @@ def test_attention_to_another_model_is_refused(family: str) -> None:
     content = read_defaults(family) | {"is_decoder": True, "add_cross_attention": True}
     with pytest.raises(ValueError, match="add_cross_attention is true"):
         Transformer.from_hf(content | {"architectures": None})
+
+
+def test_field_of_another_type_is_reported_by_name_and_value() -> None:
+    content = {"model_type": "exaone4", **TINY, "sliding_window_pattern": "LLLG"}
+    begin = r"^expected values in this exaone4 config\.json .* got sliding_window_pattern='LLLG'; "
+    with pytest.raises(ValueError, match=begin) as caught:
+        Transformer.from_hf(content)
+    message = str(caught.value)
+    assert "kind" not in message
+    assert "%" not in message
+    content |= {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
+    assert Transformer.from_hf(content).windowed_layers == {0}
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "kimi_linear"])
@@ -971,7 +1099,8 @@ def test_training_step_of_sharing_layers_is_refused() -> None:
     reasons = {"gemma3n_text": "share keys and values", "gemma4_text": "share|several sizes"}
     reasons["zamba2"] = "its layers share blocks"
     reasons["deepseek_v32"] = "its attention selects keys by an index"
-    for family, sizes in (*SHARING.values(), ("deepseek_v32", {})):
+    reasons["deepseek_v4"] = "its queries and outputs have a low rank"
+    for family, sizes in (*SHARING.values(), ("deepseek_v32", {}), ("deepseek_v4", {})):
         content = read_defaults(family) | NEEDED.get(family, {}) | PER_LAYER | sizes
         model = Transformer.from_hf(content)
         reason = f"a model whose training step is modeled, .*({reasons[family]})"
@@ -1000,6 +1129,25 @@ def test_keys_that_no_layer_has_are_refused(fields: dict[str, Any]) -> None:
     Transformer(**sizes, shared_kv_layers=(2, 3), window=Window(size=4, head_dim=8, kv_heads=2))
     with pytest.raises(ValueError, match=r"shared_kv_layers|window\.kv_heads"):
         Transformer(**sizes, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"low_rank": None}, "expected low_rank with compressed entries, got None"),
+        ({"kv_heads": 2}, "expected kv_heads=1 and v_head_dim=head_dim=16 with low_rank"),
+        ({"v_head_dim": 8}, "expected kv_heads=1 and v_head_dim=head_dim=16 with low_rank"),
+        ({"mla": MLA(kv_rank=8, rope_head_dim=4)}, "expected low_rank=None with mla"),
+        ({"attention_width": 48}, "expected low_rank=None with mla, .*attention_width"),
+        ({"low_rank": LowRank(q_rank=6, out_groups=3, out_rank=5)}, "heads x head_dim = 64, got 3"),
+    ],
+)
+def test_inconsistent_low_rank_attention_is_refused(fields: dict[str, Any], message: str) -> None:
+    model = Transformer.from_hf({"model_type": "deepseek_v4", **DEEPSEEK_V4})
+    with pytest.raises(ValueError, match=message):
+        replace(model, **fields)
+    with pytest.raises(ValueError, match="index_heads, index_head_dim and index_top together"):
+        Compressed(rate=4, index_heads=2, index_head_dim=8)
 
 
 def test_tensor_parallel_cache_of_two_kinds_of_heads_is_counted_by_hand() -> None:

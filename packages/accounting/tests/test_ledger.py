@@ -362,3 +362,13 @@ def test_loss_without_gradient_is_refused() -> None:
         fits(without, torch.zeros(2, 4), None)
     with pytest.raises(ValueError, match="expected rounding >= 1, got 0"):
         Ledger(rounding=0)
+
+
+def test_peak_of_a_module_on_the_meta_device_is_that_of_the_cpu() -> None:
+    peaks = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+            result = fits(layer, torch.zeros(2, 16, 64))
+        peaks.append((result.peak.total, result.when))
+    assert peaks[0] == peaks[1]

@@ -39,7 +39,7 @@ from accounting.plan import can_split_evenly
 from accounting.search.bounds import Bounds
 from accounting.search.plans import plans_that_fit
 from accounting.search.space import Space
-from accounting.time.published import predict_seconds
+from accounting.time.intervals import predict_seconds
 from accounting.time.step import step_time
 from figures import assert_at_most
 from published_models import PUBLISHED
@@ -604,6 +604,18 @@ def test_quantization_is_read_wherever_a_file_states_it(
                 read_stored_dtype(str(path))
 
 
+def test_experts_in_another_dtype_than_the_quantization_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    content = {"model_type": "deepseek_v4", "quantization_config": {"quant_method": "fp8"}}
+    path.write_text(json.dumps(content | {"expert_dtype": "fp8"}))
+    assert read_stored_dtype(str(path)) == "fp8"
+    nested = {"quantization_config": {"quant_method": "fp8", "expert_dtype": "fp4"}}
+    for stated in ({"expert_dtype": "fp4"}, nested):
+        path.write_text(json.dumps(content | stated))
+        with pytest.raises(ValueError, match=r"expected expert_dtype 'fp8' as .*, got 'fp4'; pass"):
+            read_stored_dtype(str(path))
+
+
 def test_refusal_says_which_numbers_do_not_divide_and_by_how_much() -> None:
     # Neither 8 layers nor 16 heads are divided by 11, so all ranks are data-parallel.
     reason = r"divisibility fails, not memory.*ranks are 11, and batch=13 is 2 more.*batch=11 or 22"
@@ -735,7 +747,8 @@ def test_no_plan_is_proposed_whose_memory_is_not_modeled(devices: int) -> None:
 def test_search_reads_fields_like_a_plan() -> None:
     model = Transformer(layers=4, d_model=64, heads=4, vocab_size=100)
     question: dict[str, Any] = {"hardware": "H100", "devices": 2, "batch": 4, "seq": 8}
-    assert plans_that_fit(model, **question, data=0) == plans_that_fit(model, **question)
+    with pytest.raises(ValueError, match="expected data >= 1, got 0"):
+        plans_that_fit(model, **question, data=0)
     recipe = replace(PRECISIONS["fp32"], name="mine")
     assert plan_for(model, gpus=1, seq=8, batch=2, precision=recipe).precision == "mine"
 

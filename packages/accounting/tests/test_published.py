@@ -2,18 +2,22 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 
 import pytest
 from accounting import Experts, Plan, Transformer, parameters, plan_for, training_memory
 from accounting.breakdown import format_count
 from accounting.hardware import find
+from accounting.model.formulas import read_tables
 from accounting.search.answer import TRAINING_RATIOS
-from accounting.time.published import (
+from accounting.time.intervals import Interval, predict_seconds
+from published_runs import (
+    GROUPS,
     LEAST_SOURCES,
     RUNS,
-    Interval,
     LogRatio,
+    choose_interval_group,
     compute_errors_by_source,
     compute_half_width,
     compute_mean_log_ratio,
@@ -21,10 +25,11 @@ from accounting.time.published import (
     count_covered_runs,
     learn_factor,
     list_ratios,
-    predict_seconds,
+    measure_intervals,
 )
 
 GROUP = ("A", "bf16", "dense")
+README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
 def make_run(source: str, off: float, group: tuple[str, str, str] = GROUP) -> LogRatio:
@@ -59,10 +64,7 @@ def test_too_few_sources_use_widest_known_error() -> None:
     assert math.log(expected.middle) == pytest.approx(0.02)
 
 
-SEPARATE = [
-    *(("A100", "bf16", "dense"), ("H100", "bf16", "dense")),
-    *(("H100", "fp8", "dense"), ("H100", "bf16", "MoE")),
-]
+SEPARATE = [group for group in GROUPS if group]
 
 
 def is_inside(group: tuple[str, str, str] | None, least_sources: int) -> dict[int, bool]:
@@ -94,6 +96,40 @@ def test_printed_coverage_is_counted_on_held_out_sources(
     assert len(sources) >= LEAST_SOURCES or group is None
     if group:
         assert 0.75 <= covered / len(answers) <= 0.9
+
+
+def test_table_of_intervals_is_the_one_that_the_runs_give() -> None:
+    assert read_tables("time/intervals.toml") == measure_intervals()
+    groups = {run.group for run in RUNS}
+    assert {choose_interval_group(RUNS, group) for group in groups} == set(GROUPS)
+
+
+def test_runs_of_each_source_are_inside_as_often_as_stated() -> None:
+    """The README names each source with less than 75 % of its runs inside."""
+    by_source: dict[str, list[bool]] = {}
+    for group in GROUPS:
+        for index, answer in is_inside(group, LEAST_SOURCES - 1).items():
+            by_source.setdefault(list_ratios()[index].source, []).append(answer)
+    counts = {source: (sum(listed), len(listed)) for source, listed in by_source.items()}
+    low = {name: count for name, count in counts.items() if count[0] < 0.75 * count[1]}
+    stated = "; ".join(f"{name}: {inside} of {runs}" for name, (inside, runs) in low.items())
+    assert f"Of {len(counts)} sources, {len(counts) - len(low)} have at least 75 %" in README
+    assert f"({stated})" in README
+
+
+@pytest.mark.parametrize("device", ["A100", "H100"])
+def test_intervals_of_held_out_sources_are_as_wide_as_stated(device: str) -> None:
+    group = (device, "bf16", "dense")
+    widths = []
+    for source in {ratio.source for ratio in list_ratios(group)}:
+        others = [ratio for ratio in list_ratios(group) if ratio.source != source]
+        interval = learn_factor(others, group, LEAST_SOURCES - 1)
+        widths.append(interval.high / interval.middle - 1)
+    stated = {"A100": "12 to 17 % above their middle on the A100", "H100": "14 to 21 %"}
+    least, most = stated[device].split(" %")[0].split(" to ")
+    assert stated[device] in README
+    assert (round(100 * min(widths)), round(100 * max(widths))) == (int(least), int(most))
+    assert max(widths) < 0.25
 
 
 def test_runs_of_a_new_source_are_as_far_off_as_stated() -> None:
@@ -192,10 +228,11 @@ def test_interval_reports_evidence_for_device_precision_and_kind() -> None:
         in predict_seconds(1.0, model=SMALL, **about).basis
     )
     unknown = predict_seconds(1.0, model=SMALL, hardware="MI300X", precision="fsdp_bf16")
-    assert "nothing published here for MI300X in bf16, dense" in unknown.basis
+    few = "fewer than three published sources for"
+    assert f"{few} MI300X in bf16, dense" in unknown.basis
     sparse = replace(SMALL, experts=Experts(count=4, per_token=2), mlp_layers=None)
     assert (
-        "2 of 3 necessary sources published here for H100 in fp8, MoE"
+        f"{few} H100 in fp8, MoE"
         in predict_seconds(1.0, model=sparse, hardware="H800", precision="deepseek_v3").basis
     )
     assert "without device, precision and model" in predict_seconds(1.0).basis
@@ -203,7 +240,7 @@ def test_interval_reports_evidence_for_device_precision_and_kind() -> None:
         compute_half_width({"": errors})
         for errors in compute_errors_by_source(list_ratios()).values()
     )
-    assert math.log(unknown.high / unknown.middle) == pytest.approx(widest)
+    assert math.log(unknown.high / unknown.middle) == pytest.approx(widest, rel=1e-5)
     assert unknown.scale(2.0).basis == unknown.to_rate(1.0).basis == unknown.basis
 
 

@@ -48,7 +48,7 @@ def test_number_of_model_families_is_counted() -> None:
 
 
 def test_table_of_intervals_is_measured() -> None:
-    from accounting.time.published import RUNS, count_covered_runs, learn_factor, list_ratios
+    from published_runs import RUNS, count_covered_runs, learn_factor, list_ratios
 
     sources = {ratio.source for ratio in list_ratios()}
     assert f"errors on {len(RUNS)} runs of {len(sources)} published sources" in README

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accounting import Plan, Transformer, Workload, fits, peak_memory, plan_for, training_memory
+from accounting import Plan, Transformer, Workload, fits, peak_memory
 from accounting.memory.activations import count_activation_bytes, count_head_activation_bytes
 from accounting.memory.ledger import Ledger
 from accounting.memory.live import make_state
@@ -24,7 +24,6 @@ def track_peak(
     mixed: bool,
     reshard: bool,
     microbatches: int = 1,
-    unsharded: bool = False,
 ) -> int:
     """Return the peak of a step with optimizer state by `FSDPMemTracker`.
 
@@ -54,10 +53,8 @@ def track_peak(
         tracker = FSDPMemTracker(model, optimizer)
         tracker.track_inputs((tokens, targets))
         with tracker:
-            for index in range(microbatches):
+            for _ in range(microbatches):
                 tracker.reset_mod_stats()
-                is_last = index == microbatches - 1
-                model.set_requires_gradient_sync(is_last or not unsharded)
                 F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).backward()
             optimizer.step()
         (peak,) = tracker.get_tracker_snapshot("peak").values()
@@ -86,13 +83,12 @@ def draw_case(seed: int) -> tuple[Transformer, int, int, int, bool, bool]:
     )
 
 
-def check_case(seed: int, microbatches: int = 1, unsharded: bool = False) -> None:
+def check_case(seed: int, microbatches: int = 1) -> None:
     shape, ranks, batch, seq, mixed, reshard = draw_case(seed)
-    result = track_peak(shape, ranks, batch, seq, mixed, reshard, microbatches, unsharded)
-    options = {"reshard_after_forward": reshard, "accumulate_unsharded": unsharded}
+    result = track_peak(shape, ranks, batch, seq, mixed, reshard, microbatches)
     predicted = peak_memory(
         shape,
-        Plan(data=ranks, zero=3, microbatches=microbatches, **options),
+        Plan(data=ranks, zero=3, microbatches=microbatches, reshard_after_forward=reshard),
         batch=batch * ranks * microbatches,
         seq=seq,
         precision="fsdp_bf16" if mixed else "fp32",
@@ -136,31 +132,6 @@ def test_zero_3_peak_equals_fsdp_mem_tracker(seed: int) -> None:
 )
 def test_zero_3_peak_with_accumulated_gradients_equals_fsdp_mem_tracker(seed: int) -> None:
     check_case(seed, microbatches=2 + seed % 2)
-
-
-@pytest.mark.parametrize(
-    "seed", [22, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(7, 22))]
-)
-def test_zero_3_peak_without_gradient_sync_equals_fsdp_mem_tracker(seed: int) -> None:
-    check_case(seed, microbatches=2 + seed % 2, unsharded=True)
-
-
-def test_training_memory_adds_unsharded_gradients_of_earlier_microbatches() -> None:
-    shape = draw_case(2)[0]
-    usual, unsharded = (
-        training_memory(
-            shape,
-            Plan(data=8, zero=3, microbatches=2, accumulate_unsharded=accumulates),
-            batch=16,
-            seq=16,
-        )
-        for accumulates in (False, True)
-    )
-    assert unsharded.total - usual.total == 4 * shape.size
-    with pytest.raises(ValueError, match="expected zero=3 with accumulate_unsharded"):
-        Plan(data=8, zero=2, accumulate_unsharded=True)
-    with pytest.raises(ValueError, match="got 'accumulate_unsharded'"):
-        plan_for(shape, gpus=8, accumulate_unsharded=True)
 
 
 @pytest.mark.exhaustive

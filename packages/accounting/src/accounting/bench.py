@@ -30,7 +30,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     The calculators run on the CPU, so `device` has no effect.
     """
     repeats = 5 if quick else 50
-    plan = Plan(devices=64, tensor=8, zero=3, recompute="selective", sequence_parallel=True)
+    plan = Plan(data=8, tensor=8, zero=3, recompute="selective", sequence_parallel=True)
     run: dict[str, Any] = {"batch": 64, "seq": 8192}
     calls: dict[str, Callable[[], object]] = {
         "parameters": lambda: parameters(LLAMA3_8B).total,

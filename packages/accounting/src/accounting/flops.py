@@ -16,7 +16,7 @@ from typing import Any, Literal
 from accounting import checks
 from accounting.breakdown import Breakdown, multiply, sum_parts
 from accounting.hardware import Hardware, find
-from accounting.model.records import Matrix
+from accounting.model.records import Compressed, Matrix
 from accounting.model.transformer import Transformer, list_matrices
 from accounting.parameters import group_by_part
 
@@ -81,7 +81,7 @@ def flops(
             sizes = {"sequences": batch, "layers": len(model.attention_layers or ()), "ops": 2}
             sizes |= {"heads": model.mla.index_heads, "width": model.mla.index_head_dim + 1}
             cores.append(multiply("index", UNIT, passes=num_passes, **sizes, pairs=num_pairs))
-        return cores
+        return cores + list(_iter_entry_indexes(model, batch, seq, num_passes, attention, decode))
 
     parts = [*_iter_parts(model, inputs, passes), *build_attention_parts(passes)]
     recomputed: Iterable[Breakdown] = ()
@@ -248,7 +248,48 @@ def _count_attention(
             name += group.suffix
             leaf = multiply(name, UNIT, passes=passes, **sizes, width=width, pairs=num_pairs)
             parts.append(leaf)
+    for mixer in model.mixers:
+        if mixer.compressed:
+            sizes = {"sequences": batch, "layers": len(mixer.layers), "ops": 2}
+            sizes |= {"heads": model.heads, "width": model.head_dim}
+            num_pairs = count_entry_pairs(mixer.compressed, seq, attention, decode)
+            for name in ("scores", "values"):
+                name += f" of {mixer.name}"
+                parts.append(multiply(name, UNIT, passes=passes, **sizes, pairs=num_pairs))
     return sum_parts("attention", UNIT, *parts)
+
+
+def _iter_entry_indexes(
+    model: Transformer, batch: int, seq: int, passes: int, attention: Attention, decode: bool
+) -> Iterator[Breakdown]:
+    """Yield the operations of the indexes that score all compressed entries of earlier tokens."""
+    for mixer in model.mixers:
+        entries = mixer.compressed
+        if entries and entries.index_heads:
+            num_pairs = count_entry_pairs(replace(entries, index_top=seq), seq, attention, decode)
+            sizes = {"sequences": batch, "layers": len(mixer.layers), "ops": 2}
+            sizes |= {"heads": entries.index_heads, "width": entries.index_head_dim}
+            yield multiply("index", UNIT, passes=passes, **sizes, pairs=num_pairs)
+
+
+def count_entry_pairs(
+    entries: Compressed, seq: int, attention: Attention = "causal", decode: bool = False
+) -> int:
+    """Return the number of pairs of a query and a compressed entry per sequence and layer.
+
+    With causal attention, a query attends to the entries whose tokens are all at or before its own
+    position, and an index selects at most `index_top` of these. With `decode`, only the last of
+    `seq` tokens is a query.
+    """
+    rate = entries.rate
+    stored = seq // rate
+    if attention == "full":
+        return stored if decode else seq * stored
+    top = min(entries.index_top or stored, stored)
+    if decode:
+        return top
+    # The token at position p, counted from 1, sees p // rate entries, until this number is `top`.
+    return rate * top * (top - 1) // 2 + top * (seq - rate * top + 1)
 
 
 def _count_windowed_keys(model: Transformer, seq: int) -> int:

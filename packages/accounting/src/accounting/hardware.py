@@ -50,7 +50,7 @@ class Hardware:
     #: A rounded rental price. Prices change, so pass your own.
     usd_per_hour: float | None = None
     #: Factor on the rate of large matrix products, for devices that lower their clock under
-    #: sustained load. `time/published.py` fits one factor for all other losses of a step.
+    #: sustained load. `tests/published_runs.py` fits one factor for all other losses of a step.
     power_factor: float = 1.0
     #: Fraction of the peak that a fused attention kernel reaches, forward and backward together.
     attention_fraction: float = 0.5

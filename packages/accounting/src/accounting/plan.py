@@ -9,7 +9,7 @@ from typing import Any
 from accounting import checks
 from accounting.breakdown import format_count
 from accounting.model.records import Matrix
-from accounting.model.transformer import DerivedSize, Transformer
+from accounting.model.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +18,10 @@ class Plan:
 
     There are `data * tensor * pipeline * context` devices. Experts are spread over `expert` of the
     `data * context` ranks that store the same dense weights, so they need no additional devices.
-    `dataclasses.replace` derives `devices` or `data` again if it was not passed. Raises
-    `ValueError` for an inconsistent plan.
+    Raises `ValueError` for an inconsistent plan.
     """
 
-    #: Number of devices. It sets `data` if `data` is not passed; otherwise it must equal
-    #: `data * tensor * pipeline * context`.
-    devices: int = 0
-    data: int = 0
+    data: int = 1
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
@@ -47,43 +43,15 @@ class Plan:
     recompute: str = "none"
     #: True if FSDP frees gathered weights after the forward and gathers them again in the backward.
     reshard_after_forward: bool = True
-    #: True if FSDP adds the gradients of all micro-batches unsharded and reduces the sum once, as
-    #: with `set_requires_gradient_sync(False)` in all micro-batches except the last.
-    accumulate_unsharded: bool = False
 
     def __post_init__(self) -> None:
         checks.convert_fields(self, **CHOICES)
-        self._set_devices()
         if self.replicas % self.expert:
             raise ValueError(
                 f"expected expert to divide data x context = {self.replicas}, got "
                 f"expert={self.expert}; experts are spread over these ranks"
             )
         self._check_schedule()
-        if self.accumulate_unsharded and self.zero < 3:
-            raise ValueError(
-                f"expected zero=3 with accumulate_unsharded=True, got zero={self.zero}"
-            )
-
-    def _set_devices(self) -> None:
-        """Derive `data` from `devices`, or `devices` from the degrees."""
-        model_parallel = self.tensor * self.pipeline * self.context
-        devices = 0 if isinstance(self.devices, DerivedSize) else self.devices
-        if not self.data or (devices and isinstance(self.data, DerivedSize)):
-            if devices % model_parallel:
-                raise ValueError(
-                    f"expected tensor x pipeline x context = {model_parallel} to divide devices, "
-                    f"got devices={devices}"
-                )
-            object.__setattr__(self, "data", DerivedSize(max(1, devices // model_parallel)))
-        product = self.data * model_parallel
-        if devices not in (0, product):
-            raise ValueError(
-                f"expected devices = data x tensor x pipeline x context = {self.data} x "
-                f"{self.tensor} x {self.pipeline} x {self.context} = {product}, "
-                f"got devices={devices}"
-            )
-        object.__setattr__(self, "devices", devices or DerivedSize(product))
 
     def _check_schedule(self) -> None:
         interleaved = self.schedule == "interleaved"
@@ -101,6 +69,11 @@ class Plan:
             )
 
     @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
     def replicas(self) -> int:
         """The number of ranks that store the same dense weights (data times context)."""
         return self.data * self.context
@@ -109,10 +82,6 @@ class Plan:
     def expert_replicas(self) -> int:
         """The number of ranks that store the same experts."""
         return self.replicas // self.expert
-
-    def has_unsharded_gradients(self) -> bool:
-        """Return True if `accumulate_unsharded` is set and a step has several micro-batches."""
-        return self.accumulate_unsharded and self.microbatches > 1
 
     def has_unsharded_weights(self) -> bool:
         """Return True for FSDP2 in a pipeline, whose stages keep weights unsharded during a step.
@@ -324,6 +293,8 @@ def validate_plan(plan: Plan | None, model: Transformer, *, batch: int, seq: int
 def list_tensor_parallel_sizes(model: Transformer) -> dict[str, int]:
     """Return the sizes that the tensor-parallel degree must divide, keyed by their names."""
     sizes = {"heads": model.heads}
+    if model.low_rank:
+        sizes["low_rank.out_groups"] = model.low_rank.out_groups
     if model.mlp_layers:
         sizes["d_ff"] = model.d_ff
     if model.experts:

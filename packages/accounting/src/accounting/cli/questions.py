@@ -76,8 +76,8 @@ def read_model(text: str) -> Transformer:
 def read_stored_dtype(text: str) -> str:
     """Return "fp8" if `text` is the path of a config.json with fp8 weights, and "bf16" otherwise.
 
-    Raises `ValueError` for another quantization. The tables and norms of a file with fp8 weights
-    usually have more bits, which the result ignores.
+    Raises `ValueError` for another quantization, or for experts in another dtype. The tables and
+    norms of a file with fp8 weights usually have more bits, which the result ignores.
     """
     if not os.path.exists(text):
         return "bf16"
@@ -93,6 +93,14 @@ def read_stored_dtype(text: str) -> str:
             raise ValueError(
                 f"expected quantization_config with quant_method 'fp8', got {method!r}; pass the "
                 "dtype of the weights with --weights"
+            )
+        experts = content.get("expert_dtype")
+        if isinstance(quantization, dict):
+            experts = quantization.get("expert_dtype", experts)
+        if experts not in (None, "fp8"):
+            raise ValueError(
+                f"expected expert_dtype 'fp8' as for the other weights, got {experts!r}; pass one "
+                "dtype for all weights with --weights"
             )
     return "fp8" if stated else "bf16"
 

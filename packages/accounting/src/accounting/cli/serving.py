@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 from accounting import checks
 from accounting.breakdown import Breakdown
-from accounting.flops import Phase, flops
+from accounting.flops import Phase, count_entry_pairs, flops
 from accounting.hardware import Hardware, find
 from accounting.kv_cache import kv_cache
 from accounting.memory.states import count_device_parameters
+from accounting.model.records import Mixer
 from accounting.model.transformer import Transformer, list_matrices
 from accounting.plan import Plan, split
 from accounting.precision import get_itemsize
@@ -20,7 +21,7 @@ from accounting.time.efficiency import (
     MATMUL_FRACTION,
     STREAM_PASSES,
 )
-from accounting.time.published import Interval, predict_seconds
+from accounting.time.intervals import Interval, predict_seconds
 from accounting.time.step import get_group_link
 
 
@@ -230,14 +231,25 @@ def _count_device_operations(
 
 
 def _count_unselected_bytes(model: Transformer, cache: Breakdown, seq: int) -> float:
-    """Return the bytes of latents and position keys that a new token does not read.
+    """Return the bytes of latents, position keys and entries that a new token does not read.
 
-    These are the entries that the index of sparse attention does not select; 0 without an index.
+    An index of sparse attention does not select them. Without an index, the result is 0.
     """
+    if model.low_rank:
+        return sum(_count_unselected_entry_bytes(mixer, cache, seq) for mixer in model.mixers)
     if not model.mla or not model.mla.index_heads:
         return 0.0
     latents = sum(float(p.total) for p in cache if p.name in ("latents", "position keys"))
     return latents * (1 - min(seq, model.mla.index_top) / seq)
+
+
+def _count_unselected_entry_bytes(mixer: Mixer, cache: Breakdown, seq: int) -> float:
+    """Return the bytes of a mixer's compressed entries that a new token does not read."""
+    entries = mixer.compressed
+    if not entries or not entries.index_heads or seq < entries.rate:
+        return 0.0
+    stored = sum(float(part.total) for part in cache if part.name == mixer.name)
+    return stored * (1 - count_entry_pairs(entries, seq, decode=True) / (seq // entries.rate))
 
 
 def _count_parameters_read(model: Transformer, ranks: int, tokens: int = 1, expert: int = 1) -> int:

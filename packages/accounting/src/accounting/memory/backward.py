@@ -97,7 +97,6 @@ def find_fullest_block(model: Transformer, plan: Plan, work: Workload) -> Breakd
     # A dense layer has no experts to distribute.
     plan = replace(
         plan,
-        devices=0,
         pipeline=1,
         virtual_stages=1,
         schedule="1f1b",

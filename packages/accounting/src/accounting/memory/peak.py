@@ -59,7 +59,6 @@ def peak_memory(
     backward pass the ends and the whole gradient of the head stay unsharded. Meanwhile one block
     computes, the next one is gathered, and the previous one is reduced. Gradients are reduced after
     each micro-batch, as by default in FSDP2, so their shards exist from the second micro-batch on.
-    `plan.accumulate_unsharded` means one reduction per step, so unsharded gradients exist instead.
     """
     work = build_workload(work, run)
     checks.require_integer("batch", work.batch)
@@ -228,8 +227,7 @@ class _Step:
     def _build_moment(self, when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
         if self.plan.microbatches > 1:
             gradients = self.parameters
-        unsharded = self.plan.has_unsharded_gradients() and "optimizer" not in when
-        shard = split(gradients, self.plan.data if self.plan.zero >= 2 and not unsharded else 1)
+        shard = split(gradients, self.plan.data if self.plan.zero >= 2 else 1)
         size = get_itemsize(self.kind.gradients)
         return sum_parts(
             f"peak memory of {self.model.name}, {when}",
@@ -256,10 +254,8 @@ class _Unsharded:
         block, size = self.groups.block, self.size
         self.buffer = multiply("buffer of the last gather", "B", parameters=block, bytes=size)
         self.head_gradient = count_head_gradient_bytes(model, plan, kind)
-        # Without a reduction in each micro-batch, the fullest backward is not the last one.
-        reduced = 0 if plan.has_unsharded_gradients() else block
         self.reduced_gradients = multiply(
-            "gradients being reduced", "B", parameters=reduced, bytes=get_itemsize(kind.gradients)
+            "gradients being reduced", "B", parameters=block, bytes=get_itemsize(kind.gradients)
         )
 
     def count_gathered_bytes(

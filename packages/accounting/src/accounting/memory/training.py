@@ -139,7 +139,6 @@ def _count_gathered_bytes(
     layers = plan.build_stage_model(model, stage).layers
     groups = build_fsdp_groups(model, plan, stage)
     size = get_itemsize(kind.cast_weights or kind.weights)
-    earlier = (groups.ends + groups.blocks) * plan.has_unsharded_gradients()
     return groups.count_gathered_bytes(
         2 if plan.reshard_after_forward else layers,
         size,
@@ -150,8 +149,5 @@ def _count_gathered_bytes(
             "B",
             parameters=groups.block,
             bytes=get_itemsize(kind.gradients),
-        ),
-        multiply(
-            "unsharded gradients", "B", parameters=earlier, bytes=get_itemsize(kind.gradients)
         ),
     )

@@ -6,8 +6,8 @@ from typing import Any
 
 from accounting import checks
 from accounting.model.family_tables import ALIASES, read_mixer_tables
-from accounting.model.formulas import FUNCTIONS, Table, evaluate
-from accounting.model.records import RECORDS, Matrix, Mixer, Window
+from accounting.model.formulas import FUNCTIONS, Table, evaluate, list_names
+from accounting.model.records import RECORDS, Compressed, Matrix, Mixer, Window
 
 #: Keys of a table that are not fields of a `Transformer`.
 _OTHER_KEYS = (
@@ -154,10 +154,18 @@ class Config:
             return entry
         try:
             return evaluate(entry, self)  # type: ignore[arg-type]
-        except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-            raise ValueError(
-                f"this {self.family} config.json cannot be read: {entry} fails with {error}"
-            ) from None
+        except (ArithmeticError, AttributeError, LookupError, TypeError):
+            raise ValueError(self._explain_failure(entry)) from None
+
+    def _explain_failure(self, entry: str) -> str:
+        """Return the message for a formula that fails, with the fields that it reads."""
+        read = [name for name in list_names(entry) if name in self.content]
+        values = ", ".join(f"{name}={self.content[name]!r:.60}" for name in read)
+        return (
+            f"expected values in this {self.family} config.json that its class can read, got "
+            f"{values or 'none of its fields'}; pass a value of the type that the class "
+            "documents, or omit the field"
+        )
 
     def evaluate_size(self, name: str, entry: Any) -> int:
         """Return the value of a formula as an integer; a bool counts as 1 or 0."""
@@ -268,7 +276,9 @@ class Config:
         name = entry["like"]
         layers = self.list_layers(entry["where"])
         table = read_mixer_tables()[name]
-        sizes = {k: self.evaluate(v) for k, v in entry.items() if k not in ("like", "where")}
+        sizes = {
+            k: self.evaluate(v) for k, v in entry.items() if k not in ("like", "where", "name")
+        }
         sizes = table.get("sizes", {}) | sizes | {"d_model": self.evaluate(self.table["d_model"])}
         inner = Config(sizes, self.family, table)
         matrices = (
@@ -282,13 +292,15 @@ class Config:
             )
             for label, rows, columns, split in table["matrices"]
         )
+        entries = {key: inner.evaluate(size) for key, size in table.get("compressed", {}).items()}
         return Mixer(
-            name=name,
+            name=str(entry.get("name", name)),
             layers=layers,
             matrices=tuple(matrix for matrix in matrices if matrix.entries),
             state=inner.evaluate(table["state"]),
             scan=inner.evaluate(table["scan"]),
             saved=inner.evaluate(table["saved"]) if "saved" in table else None,
+            compressed=Compressed(**entries) if entries else None,
         )
 
     def iter_matrices(self, row: Table) -> Iterator[Matrix]:

@@ -27,6 +27,12 @@ def evaluate(entry: Any, names: Mapping[str, Any]) -> Any:
     return eval(_compile(entry), _GLOBALS, names) if isinstance(entry, str) else entry
 
 
+def list_names(text: str) -> tuple[str, ...]:
+    """Return the names in a formula, and the texts in it, such as the arguments of `get`."""
+    code = _compile(text)
+    return (*code.co_names, *(value for value in code.co_consts if isinstance(value, str)))
+
+
 _GLOBALS: Table = {"__builtins__": FUNCTIONS}
 
 

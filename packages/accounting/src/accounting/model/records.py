@@ -1,4 +1,4 @@
-"""Records that describe a model: matrices, latents, experts, windows and mixers."""
+"""Records that describe a model: matrices, latents, experts, windows, entries and mixers."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -106,6 +106,45 @@ class MLA:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """Queries and outputs of low rank, and one vector per token as key and value (DeepSeek-V4)."""
+
+    #: Width of compressed queries.
+    q_rank: int
+    #: Number of groups of heads, each of which is projected to `out_rank` values. A second matrix
+    #: projects the values of all groups to the width of the model.
+    out_groups: int
+    out_rank: int
+
+    def __post_init__(self) -> None:
+        checks.convert_fields(self, "low_rank.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed:
+    """Entries that each compress several tokens, and to which later tokens attend (DeepSeek-V4)."""
+
+    #: Number of tokens per entry.
+    rate: int
+    #: True if each entry also reads the tokens of the entry before it.
+    overlaps: bool = False
+    #: Heads of the index that selects entries per query; 0 if a query attends to all entries.
+    index_heads: int = 0
+    index_head_dim: int = 0
+    #: Number of selected entries per query.
+    index_top: int = 0
+
+    def __post_init__(self) -> None:
+        checks.convert_fields(self, "compressed.")
+        index = (self.index_heads, self.index_head_dim, self.index_top)
+        if any(index) and not all(index):
+            raise ValueError(
+                "expected compressed.index_heads, index_head_dim and index_top together, got "
+                f"{index}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Experts:
     """A mixture of experts that replaces an MLP; `shared` is a width, not a number of experts."""
 
@@ -170,7 +209,12 @@ class AttentionGroup(NamedTuple):
 
 
 #: Records that are fields of a `Transformer`, by the name of the field.
-RECORDS: dict[str, Any] = {"mla": MLA, "experts": Experts, "window": Window}
+RECORDS: dict[str, Any] = {
+    "mla": MLA,
+    "low_rank": LowRank,
+    "experts": Experts,
+    "window": Window,
+}
 
 
 def _require_some_layers(record: str, layers: object) -> None:
@@ -186,7 +230,8 @@ def _require_some_layers(record: str, layers: object) -> None:
 class Mixer:
     """A part of a layer that is neither attention nor an MLP, such as a recurrence.
 
-    The size of its state does not depend on the length of the sequence.
+    The size of its state does not depend on the length of the sequence. Only the entries of
+    `compressed`, which attention reads, grow with the sequence.
     """
 
     name: str
@@ -200,3 +245,5 @@ class Mixer:
     #: Number of values per token and layer saved for the backward, in addition to the input; None
     #: if the saved tensors are not modeled.
     saved: int | None
+    #: Entries that the matrices compute for the attention of these layers.
+    compressed: Compressed | None = None

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from accounting import checks
 from accounting.model.config import ACTIVATIONS
 from accounting.model.formulas import evaluate, read_tables
-from accounting.model.records import MLA, AttentionGroup, Experts, Matrix, Mixer, Window
+from accounting.model.records import MLA, AttentionGroup, Experts, LowRank, Matrix, Mixer, Window
 from accounting.model.registry import build_transformer_arguments, read_content
 
 
@@ -106,6 +106,7 @@ class Transformer:
     output_gate: bool = False
 
     mla: MLA | None = None
+    low_rank: LowRank | None = None
     experts: Experts | None = None
     window: Window | None = None
     #: Layers with attention; the default is all layers, or none if `heads` is 0.
@@ -249,6 +250,33 @@ class Transformer:
                 "expected mla=None with shared_kv_layers, keys_as_values, attention_width, or head "
                 "sizes of a window, got mla; latent attention has no such keys"
             )
+        self._check_low_rank()
+
+    def _check_low_rank(self) -> None:
+        """Raise `ValueError` if `low_rank` is inconsistent with other fields, or is missing."""
+        if not self.low_rank:
+            if any(mixer.compressed for mixer in self.mixers):
+                raise ValueError("expected low_rank with compressed entries, got None")
+            return
+        own_sizes = self.window and (self.window.head_dim or self.window.kv_heads)
+        wider = self.attention_width != self.d_model
+        if self.mla or self.shared_kv_layers or self.keys_as_values or own_sizes or wider:
+            raise ValueError(
+                "expected low_rank=None with mla, shared_kv_layers, keys_as_values, "
+                f"attention_width, or head sizes of a window, got {self.low_rank}"
+            )
+        if (self.kv_heads, self.v_head_dim) != (1, self.head_dim):
+            raise ValueError(
+                f"expected kv_heads=1 and v_head_dim=head_dim={self.head_dim} with low_rank, got "
+                f"kv_heads={self.kv_heads} and v_head_dim={self.v_head_dim}; the key of all heads "
+                "is their value"
+            )
+        width = self.heads * self.head_dim
+        if width % self.low_rank.out_groups:
+            raise ValueError(
+                f"expected low_rank.out_groups to divide heads x head_dim = {width}, got "
+                f"{self.low_rank.out_groups}"
+            )
 
     def _check_record(self, name: str, record: type, listed: bool) -> None:
         field = getattr(self, name)
@@ -314,6 +342,7 @@ class Transformer:
             "its attention reads more than the residual stream": self.attention_width
             != self.d_model,
             "its attention selects keys by an index": self.mla and self.mla.index_heads,
+            "its queries and outputs have a low rank": self.low_rank,
         }
         reasons |= {f"it has {m.name}": m.saved is None for m in self.mixers}
         for reason, applies in reasons.items():
@@ -361,6 +390,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 }
 _RECORDS: dict[str, tuple[type, bool]] = {
     "mla": (MLA, False),
+    "low_rank": (LowRank, False),
     "experts": (Experts, False),
     "window": (Window, False),
     "mixers": (Mixer, True),
@@ -408,9 +438,11 @@ def _iter_rows(model: Transformer, part: str, group: AttentionGroup) -> Iterator
     experts = model.experts
     keys = tuple(layer for layer in group.layers if layer in model.key_layers)
     full = frozenset(group.layers) - model.windowed_layers
+    separate_values = tuple(i for i in keys if i not in full) if model.keys_as_values else keys
     names: dict[str, Any] = {
         "m": model,
         "mla": model.mla,
+        "low": model.low_rank,
         "experts": experts,
         "d": model.d_model,
         "a": model.attention_width,
@@ -422,7 +454,7 @@ def _iter_rows(model: Transformer, part: str, group: AttentionGroup) -> Iterator
         "attending": group.layers,
         "keys": keys,
         "unkeyed": tuple(i for i in group.layers if i not in keys),
-        "values": tuple(i for i in keys if i not in full) if model.keys_as_values else keys,
+        "values": () if model.low_rank else separate_values,
         "bias": model.mlp_bias if experts is None or experts.bias is None else experts.bias,
     }
     part_layers = evaluate(_PARTS[part].get("layers"), names)

@@ -21,7 +21,7 @@ from accounting.search.plans import (
 )
 from accounting.search.space import Space
 from accounting.time.goodput import Goodput, compute_goodput
-from accounting.time.published import Interval, predict_seconds
+from accounting.time.intervals import Interval, predict_seconds
 from accounting.time.step import step_time
 from accounting.workload import Workload
 
@@ -251,12 +251,12 @@ def _explain_contradiction(model: Transformer, seq: int, fixed: Mapping[str, Any
         "microbatches": fixed.get("pipeline", 1),
     }
     # If the number of data ranks is not fixed, choose one that the expert degree divides.
-    data = fixed.get("data") or fixed.get("expert", 1)
+    data = fixed.get("data", fixed.get("expert", 1))
     try:
         plan = Plan(**usual | dict(fixed) | {"data": data})
         plan.check(model, seq=seq)
         # The number of ranks that share weights is unknown at this point, so assume at least two.
-        replace(plan, data=max(2, plan.data), devices=0).has_unsharded_weights()
+        replace(plan, data=max(2, plan.data)).has_unsharded_weights()
     except ValueError as error:
         return str(error)
     return ""

@@ -26,11 +26,8 @@ from accounting.search.space import Candidate, Layout, Space
 from accounting.time.step import step_time
 from accounting.workload import Workload
 
-#: Fields of a plan that a caller may fix. `devices` is a separate argument. `accumulate_unsharded`
-#: is excluded, because the bounds of the search do not contain unsharded gradients.
-AXES = tuple(
-    field.name for field in fields(Plan) if field.name not in ("devices", "accumulate_unsharded")
-)
+#: Fields of a plan that a caller may fix.
+AXES = tuple(field.name for field in fields(Plan))
 #: Fraction of the memory that a plan may use.
 MEMORY_FRACTION = 0.9
 #: Degrees whose product is the number of devices.
@@ -44,7 +41,7 @@ class FittingPlan:
     plan: Plan
     #: Bytes on the fullest device.
     memory_bytes: float
-    #: Modeled seconds of a step; `accounting.time.published.predict_seconds` adds an interval.
+    #: Modeled seconds of a step; `accounting.time.intervals.predict_seconds` adds an interval.
     step_seconds: float
 
 
@@ -204,7 +201,7 @@ def _check_degrees(model: Transformer, devices: int, fixed: dict[str, Any]) -> N
 
     Also raises `ValueError` for `expert` above 1 in a model without experts.
     """
-    product = math.prod(fixed.get(name) or 1 for name in DEGREES)
+    product = math.prod(fixed.get(name, 1) for name in DEGREES)
     if devices % product:
         degrees = " x ".join(name for name in DEGREES if name in fixed)
         raise ValueError(

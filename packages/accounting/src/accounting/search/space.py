@@ -206,8 +206,7 @@ class Space:
             if replicas % context or seq % context:
                 continue
             data = replicas // context
-            # As in `Plan`, data=0 means that the other degrees determine it.
-            if (self.fixed.get("data") or data) == data:
+            if self.fixed.get("data", data) == data:
                 yield context, data
 
     def _list_microbatches(self, data: int) -> list[int]:

@@ -117,8 +117,6 @@ def _iter_state_collectives(
         for name, operation, calls, payload in list_state_calls(
             plan.zero, plan.pipeline, plan.microbatches, is_resharded
         ):
-            if payload == "gradients" and plan.has_unsharded_gradients():
-                calls = 1
             size = weight if payload == "weights" else gradient
             yield Collective(name + suffix, operation, "data", ranks, calls, count * size)
     if model.tied and model.lm_head and plan.pipeline > 1 and stage in (0, plan.pipeline - 1):

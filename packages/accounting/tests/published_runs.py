@@ -15,19 +15,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from accounting import checks
-from accounting.breakdown import Breakdown, format_count
+from accounting.breakdown import Breakdown
 from accounting.hardware import Hardware, find
 from accounting.model.records import RECORDS
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan
-from accounting.precision import Precision, get_recipe
+from accounting.time import intervals
 from accounting.time.efficiency import MATMUL_FRACTION
+from accounting.time.intervals import Group, Interval, classify_run
 from accounting.time.step import step_time
 from accounting.workload import Workload
-
-#: Chip, dtype of the matrix products, and `dense` or `MoE`.
-Group = tuple[str, str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,31 +136,6 @@ def _compute_measured_seconds(entry: dict[str, Any], model: dict[str, Any], devi
 RUNS: tuple[PublishedRun, ...] = _read_runs()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """A predicted value with its range, and the evidence for the range."""
-
-    low: float
-    middle: float
-    high: float
-    #: Description of the published runs on which the range was measured, and how many of them the
-    #: intervals contained.
-    basis: str = ""
-
-    def scale(self, factor: float) -> "Interval":
-        """Return the interval of a quantity that is proportional to this one."""
-        low, middle, high = (bound * factor for bound in (self.low, self.middle, self.high))
-        return replace(self, low=low, middle=middle, high=high)
-
-    def to_rate(self, work: float) -> "Interval":
-        """Return the interval of `work` per second, if this interval is in seconds."""
-        low, middle, high = (work / duration for duration in (self.high, self.middle, self.low))
-        return replace(self, low=low, middle=middle, high=high)
-
-    def __str__(self) -> str:
-        return f"{self.middle:.4g} ({self.low:.4g} to {self.high:.4g})"
-
-
 #: The half-width of an interval is this quantile of the errors of known sources.
 ERROR_QUANTILE = 0.8
 #: A group with fewer sources than this uses the widest known interval.
@@ -202,12 +174,6 @@ def _compute_ratio(index: int) -> LogRatio:
         with_all_constants=with_all_constants,
         held_out=held_out,
     )
-
-
-def classify_run(model: Transformer, hardware: str | Hardware, precision: str | Precision) -> Group:
-    """Return the properties on which errors may depend; see `Group`."""
-    chip = find(hardware).chip
-    return chip, get_recipe(precision).compute, "MoE" if model.experts else "dense"
 
 
 def compute_modeled_seconds(run: PublishedRun, *, held_out: bool = False) -> Breakdown:
@@ -321,42 +287,35 @@ def count_covered_runs(group: Group | None = None) -> tuple[int, int, int]:
     return covered, len(members), len(sources)
 
 
-@checks.validate()
-def predict_seconds(
-    seconds: float,
-    *,
-    model: Transformer | None = None,
-    hardware: str | Hardware | None = None,
-    precision: str | Precision | None = None,
-) -> Interval:
-    """Return predicted seconds: modeled seconds times the factor learned from published runs.
-
-    The factor and the interval are computed from runs with this chip, dtype and kind of model
-    (dense or MoE). If one of the three arguments is missing, or too few sources have such runs, the
-    factor is that of all runs, and the interval that of the source with the widest errors. `basis`
-    of the result names the runs behind the interval, and the number of held-out runs that lie in
-    intervals that are computed in the same way.
-    """
-    group = None
-    if model is not None and hardware is not None and precision is not None:
-        group = classify_run(model, hardware, precision)
-    # The runs of other groups do not affect a separate interval.
-    log_ratios = list_ratios(choose_interval_group(RUNS, group))
-    return replace(learn_factor(log_ratios, group).scale(seconds), basis=_describe_basis(group))
+#: The groups with a separate interval, and None for all other groups.
+GROUPS: tuple[Group | None, ...] = (
+    ("A100", "bf16", "dense"),
+    ("H100", "bf16", "dense"),
+    ("H100", "fp8", "dense"),
+    ("H100", "bf16", "MoE"),
+    None,
+)
 
 
-def _describe_basis(group: Group | None) -> str:
-    separate = choose_interval_group(RUNS, group)
-    covered, runs, sources = count_covered_runs(separate)
-    text = (
-        f"{covered} of {format_count(runs, 'run')} of {format_count(sources, 'published source')} "
-        "lie in the interval of the other sources when their source is held out whole"
-    )
-    if group is None:
-        return f"{text}; without device, precision and model this is the widest known"
-    where = f"{group[0]} in {group[1]}, {group[2]}"
-    if separate:
-        return f"for {where}: {text}"
-    names = {run.source.split(",")[0] for run in RUNS if run.group == group}
-    known = f"{len(names)} of {LEAST_SOURCES} necessary sources" if names else "nothing"
-    return f"{text}; {known} published here for {where}, so this is the widest known"
+def measure_intervals() -> dict[str, dict[str, float]]:
+    """Return the rows of time/intervals.toml: a factor and its coverage per group."""
+    rows = {}
+    for group in GROUPS:
+        factor = learn_factor(list_ratios(), group)
+        row = {name: float(f"{getattr(factor, name):.6g}") for name in ("low", "middle", "high")}
+        counts = zip(("covered", "runs", "sources"), count_covered_runs(group), strict=True)
+        rows[", ".join(group) if group else "widest"] = row | dict(counts)
+    return rows
+
+
+def write_intervals() -> None:
+    """Write the measured rows into time/intervals.toml, below the comment of the file."""
+    path = Path(intervals.__file__).with_suffix(".toml")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line[:1] == "#"]
+    for name, row in measure_intervals().items():
+        lines += ["", f'["{name}"]', *(f"{key} = {value}" for key, value in row.items())]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_intervals()
