@@ -80,11 +80,3 @@ def test_readme_of_flashattn2_states_the_speed_on_the_newest_gpu():
             cells = [ratios(seqs, dim, *column) for column in columns]
             lengths = f"{seqs[0]:,} and {seqs[1]:,}"
             assert f"| {lengths} | {dim} | {' | '.join(cells)} |" in readme
-
-
-def test_readme_of_interp_states_why_the_goal_of_composition_is_missed():
-    (row,) = measure.find_newest("interp", "transformer-lens")["rows"]
-    products, ours = row["products_ms"], row["ours_ms"]
-    readme = " ".join((ROOT / "packages/interp/README.md").read_text().split())
-    assert f"take {products:.0f} of its {ours:.0f} ms" in readme
-    assert f"would still be only {row['peer_ms'] / products:.1f} times" in readme

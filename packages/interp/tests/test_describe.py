@@ -249,6 +249,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "stream clamped at 1000": {"stream_limit": 1000.0},
     "hidden scores of -100": {"masked_score": -100.0},
     "hidden scores of -1000": {"masked_score": -1000.0},
+    "activation clamped at 1000": {"activation": lambda x: F.silu(x).clamp(max=1000)},
+    "hidden scores of -10000": {"masked_score": -10000.0},
+    "score cap of 1000": {"score_cap": 1000.0},
     "parallel residual": {"parallel": True},
     "embedding scale": {"embed_scale": 1.1},
     "residual scale": {"residual_scale": 0.9},
@@ -268,14 +271,15 @@ TRIED = (
     "clamped activation",
     "activation clamped at 20",
     "activation clamped at 50",
+    "activation clamped at 1000",
 )
 
 
 #: Properties that no comparison reaches, so that the README warns of them.
 NOT_DETECTED: dict[str, dict[str, Any]] = {
-    "activation clamped at 1000": {"activation": lambda x: F.silu(x).clamp(max=1000)},
-    "hidden scores of -10000": {"masked_score": -10000.0},
-    "score cap of 1000": {"score_cap": 1000.0},
+    "activation clamped at 100000": {"activation": lambda x: F.silu(x).clamp(max=1e5)},
+    "hidden scores of -1000000": {"masked_score": -1e6},
+    "score cap of 1000000": {"score_cap": 1e6},
 }
 
 

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from interp.circuits.composition import composition_scores
 from interp.circuits.low_rank import LowRank
@@ -100,30 +99,16 @@ def build_random_decoder(
 def compare_composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
     """Compare K-composition scores of all pairs of heads with those of a peer.
 
-    The columns `peer_mib` and `ours_mib` are the sizes of the largest tensors in MiB, in runs on
-    the meta device. `products_ms` is the time that the FLOPs of our matrix products take at the
-    rate of one large product.
+    The columns `peer_mib` and `ours_mib` are the sizes of the largest tensors in MiB.
     """
     ours = partial(composition_scores, kind="k")
     peer_run, our_run = partial(peer, ov, qk), partial(ours, ov, qk)
     row = _compare("k_composition", _get_sizes(ov), peer_run, our_run, pairs=6)
-    meta_circuits = [LowRank(x.a.to("meta"), x.b.to("meta")) for x in (ov, qk)]
-    for key, run in (("peer_mib", peer), ("ours_mib", ours)):
+    for key, run in (("peer_mib", peer_run), ("ours_mib", our_run)):
         with _LargestTensor() as largest:  # type: ignore[no-untyped-call]
-            run(*meta_circuits)
+            run()
         row[key] = largest.bytes / 2**20
-    with FlopCounterMode(display=False) as counter:
-        ours(*meta_circuits)
-    row["products_ms"] = counter.get_total_flops() / _measure_product_rate() / 1e6
     return row
-
-
-def _measure_product_rate() -> float:
-    """Return the rate of a float32 product of two large square matrices on the CPU, in GFLOP/s."""
-    size = 2048
-    matrix = torch.randn(size, size)
-    seconds = min(_measure_seconds(lambda: matrix @ matrix)[1] for _ in range(5))
-    return 2 * size**3 / seconds / 1e9
 
 
 def compare_with_transformer_lens() -> Row:

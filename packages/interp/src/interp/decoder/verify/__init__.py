@@ -7,7 +7,7 @@ logits:
 
     small      a residual stream whose mean square is about the norms' epsilon
     large      large scores and activations, which reach caps and clamps
-    huge       streams and scores of thousands, beyond clamps and mask values other than -inf
+    huge       streams, scores and MLPs of thousands, beyond clamps and mask values other than -inf
     random     scores with a standard deviation of 2.5, for one token and for the whole context
     window     the same scores, with all windows reduced, if no text exceeds the model's window
     rotation   the same scores, if long texts have other rotary angles, with position ids that end

@@ -41,7 +41,7 @@ _SMALL = Scale(stream_std=3e-3)
 _LARGE = Scale(score_std=20.0, inner_std=8.0)
 #: Large streams, scores, values and activations that reveal bounds no trained model reaches. The
 #: outputs of layers are relatively small, so that rounding errors do not grow from layer to layer.
-_HUGE = Scale(stream_std=1e3, score_std=1e3, inner_std=40.0, value_std=100.0, write_ratio=1e-4)
+_HUGE = Scale(stream_std=1e3, score_std=2e4, inner_std=3e3, value_std=100.0, write_ratio=1e-4)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -23,6 +23,9 @@ from interp.decoder.names import is_norm_role
 #: The distance between the offsets of successive weights in a buffer. It is a prime number, so that
 #: neighboring weights do not consist of the same rows.
 _STRIDE = 1009
+#: If projections into the MLP have a larger standard deviation, its output projection is smaller,
+#: so that the output of the MLP stays small beside the stream.
+_MAX_INNER_STD = 8.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class RandomWeights:
         self.device = tensors[embed].device
         # Queries and keys with this standard deviation have scores with a standard deviation of 1.
         self.unit_query_std = (settings.scale * settings.d_head**0.5) ** -0.5
+        self.is_gated = any(".gate" in role for role in roles.values())
         self.has_query_norms = any(".q_norm." in role for role in roles.values())
         # A large stream would make scores larger than `score_std` if queries read it without a
         # norm, or if positions of the same standard deviation are added after that norm.
@@ -132,8 +136,13 @@ class RandomWeights:
         }
         if part in ("embed", "embed_norm", "position"):
             return stream_std
-        if part in ("attention.o", "attention_out", "mlp_out") or part.endswith("down"):
-            return stream_std * scale.write_ratio * min(1.0, 2 / self.layers**0.5)
+        write_std = stream_std * scale.write_ratio * min(1.0, 2 / self.layers**0.5)
+        if part in ("attention.o", "attention_out", "mlp_out"):
+            return write_std
+        if part.endswith("down"):
+            excess = max(1.0, scale.inner_std / _MAX_INNER_STD)
+            # The output projection of a gated MLP reads products of two projections.
+            return write_std / excess ** (2 if self.is_gated else 1)
         if part.endswith(("up", "gate")):
             return scale.inner_std
         return std_of_part.get(part, 1.0)
