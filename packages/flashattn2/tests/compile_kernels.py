@@ -75,6 +75,7 @@ def compile_job(job):
         "widths": sorted({int(n) for n in re.findall(r"wgmma\.mma_async\S*\.m64n(\d+)k", ptx)}),
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"),
+        "tcgen05": ptx.count("tcgen05.mma"),
         "tma_loads": ptx.count("cp.async.bulk.tensor"),
         "shared_bytes": compiled.metadata.shared,
         **read_resources(compiled.asm["cubin"]),
@@ -86,14 +87,54 @@ def count_issued_flops(ptx, num_warps):
 
     A warpgroup of four warps issues a `wgmma`, and each warp an `mma.sync`.  If a product has fewer
     rows than the layout of the warps, several warps compute the same rows, and each is counted.
+    One thread issues a `tcgen05.mma` for the whole program.
     """
     of_groups = re.findall(r"wgmma\.mma_async\S*\.m(\d+)n(\d+)k(\d+)", ptx)
     of_warps = re.findall(r"mma\.sync\S*\.m(\d+)n(\d+)k(\d+)", ptx)
     return sum(
         2 * units * math.prod(map(int, shape))
-        for units, shapes in ((num_warps // 4, of_groups), (num_warps, of_warps))
+        for units, shapes in (
+            (num_warps // 4, of_groups),
+            (num_warps, of_warps),
+            (1, list_tcgen05_shapes(ptx)),
+        )
         for shape in shapes
     )
+
+
+def list_tcgen05_shapes(ptx):
+    """Return the shape (m, n, k) of each `tcgen05.mma` in the innermost loops.
+
+    Triton issues some products of the first tiles before the loop and those of the last tiles after
+    it, so the loop alone has each product once.  The instruction descriptor is a constant in a
+    register: bits 17 to 22 are n / 8, and bits 24 to 28 are m / 16.
+    """
+    constants = dict(re.findall(r"mov\.b32\s+(%\w+), (\d+);", ptx))
+    shapes = []
+    for body in find_innermost_loops(ptx):
+        issued = re.findall(r"tcgen05\.mma\S*kind::(\w+) \[[^]]*\], [^,]+, [^,]+, (%\w+)", body)
+        for kind, register in issued:
+            descriptor = int(constants[register])
+            m, n = (descriptor >> 24 & 31) * 16, (descriptor >> 17 & 63) * 8
+            shapes.append((m, n, {"f16": 16, "tf32": 8}[kind]))
+    return shapes
+
+
+def find_innermost_loops(ptx):
+    """Return the text of each loop with a `tcgen05.mma` that contains no other such loop."""
+    lines = ptx.splitlines()
+    labels = {line.split(":")[0]: at for at, line in enumerate(lines) if line.startswith("$")}
+    ends = {}
+    for at, line in enumerate(lines):
+        target = re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)
+        if target and labels[target[1]] < at:
+            ends[labels[target[1]]] = at
+    loops = [(start, end) for start, end in ends.items() if "tcgen05.mma" in str(lines[start:end])]
+    return [
+        "\n".join(lines[start:end])
+        for start, end in loops
+        if not any(start < first and last <= end for first, last in loops)
+    ]
 
 
 def count_tile_flops(job, tile):

@@ -56,7 +56,8 @@ def interpreter(monkeypatch):
 
         monkeypatch.setattr(launch, "choose_tile", choose)
         monkeypatch.setattr(launch, "count_splits", lambda *_: splits)
-        monkeypatch.setattr(launch, "get_device", lambda _: launch.Device(227 * 1024, 1, tma))
+        paths = launch.HOPPER if tma else launch.AMPERE
+        monkeypatch.setattr(launch, "get_device", lambda _: launch.Device(227 * 1024, 1, paths))
 
     use()
     return use

@@ -7,11 +7,15 @@ import itertools
 
 from flashattn2.kernels import configs
 
-# Hopper has separate tables in half precision.
+# Architectures other than Ampere have separate tables in half precision.
 ARCHITECTURES = {
     ("tma", True): (90,),
     ("tma", False): (90,),
     ("hopper", True): (90,),
+    ("tma_100", True): (100,),
+    ("pointers_100", True): (100,),
+    ("pointers_86", True): (86, 89),
+    ("pointers_120", True): (120,),
     ("pointers", True): (80,),
     ("pointers", False): (90, 80),
 }
@@ -40,6 +44,7 @@ SAMPLE = {
     ("hopper", "half"): (64, 90, PACKED, ("dkdv",)),
     ("pointers", "half"): (32, 80, LEFT | SOFTCAP, KERNELS),
     ("pointers", "tf32"): (32, 80, PACKED, ("dq",)),
+    ("tma_100", "half"): (128, 100, {}, ("dkdv",)),
 }
 
 
@@ -77,7 +82,7 @@ def iter_sizes_of_one():
 
 def can_occur(path, block_d, options):
     """Return True if a path serves the options; packed sequences are not loaded by TMA."""
-    if path == "tma" and options.get("packed"):
+    if path in configs.TMA_PATHS and options.get("packed"):
         return False
     return block_d > 16 or not options.get("narrow")
 
@@ -108,7 +113,7 @@ def iter_jobs(key, block_d, tile, options):
             "tile": tile,
             "dim": dim,
             "arch": arch,
-            "tma": path == "tma",
+            "tma": path in configs.TMA_PATHS,
             "kind": kind,
             "precision": "ieee" if half else kind,
             "dtype": "bf16" if half else "fp32",

@@ -88,7 +88,7 @@ def test_precision_follows_the_setting_of_torch():
     ],
 )
 def test_left_window_softcap_or_splits_select_the_rich_tile(monkeypatch, spec, seq, table):
-    gpu = launch.Device(227 * 1024, 132, uses_tma=True)
+    gpu = launch.Device(227 * 1024, 132, launch.HOPPER)
     monkeypatch.setattr(launch, "get_device", lambda _: gpu)
     x = draw_queries(dim=64, dtype=torch.float16, seq=seq)
     plan = launch.plan_launch("dkdv", "ieee", spec, x, x, x, packed=False)

@@ -128,18 +128,31 @@ def test_meta_tensors_give_shapes_forward_and_backward():
     assert packed.grad.shape == packed.shape
 
 
-@pytest.mark.parametrize(("major", "uses_tma"), [(8, False), (9, True), (10, True), (12, False)])
-def test_gpus_use_tma_tiles_only_with_tma_and_warpgroup_products(monkeypatch, major, uses_tma):
+@pytest.mark.parametrize(
+    ("capability", "first"),
+    [
+        ((8, 0), "pointers"),
+        ((8, 6), "pointers_86"),
+        ((8, 7), "pointers"),
+        ((8, 9), "pointers_86"),
+        ((9, 0), "tma"),
+        ((10, 3), "tma_100"),
+        ((12, 0), "pointers_120"),
+    ],
+)
+def test_each_compute_capability_has_its_tables_of_tiles(monkeypatch, capability, first):
+    major, minor = capability
     properties = SimpleNamespace(
-        major=major, shared_memory_per_block_optin=99 * 1024, multi_processor_count=84
+        major=major, minor=minor, shared_memory_per_block_optin=2**17, multi_processor_count=84
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     device = launch.get_device.__wrapped__(torch.device("cuda"))
-    assert device == launch.Device(99 * 1024, 84, uses_tma)
+    assert device.paths[0] == first
+    assert device.paths[-1] == "pointers"
 
 
 def test_tiles_are_pruned_to_the_shared_memory_of_a_gpu(monkeypatch):
-    gpu = launch.Device(64 * 1024, 68, uses_tma=False)
+    gpu = launch.Device(64 * 1024, 68, launch.AMPERE)
     monkeypatch.setattr(launch, "get_device", lambda _: gpu)
     from flashattn2.spec import AttentionSpec
 

@@ -231,7 +231,7 @@ def test_python_before_a_launch_takes_at_most_the_stated_time(monkeypatch):
         def __getitem__(self, grid):
             return lambda *arguments, **options: None
 
-    gpu = launch.Device(227 * 1024, 132, uses_tma=True)
+    gpu = launch.Device(227 * 1024, 132, launch.HOPPER)
     monkeypatch.setattr(launch, "get_device", lambda _: gpu)
     monkeypatch.setattr(forward, "forward_kernel", Skipped())
     # On a GPU, the plans of kernels are stored.  The CPU allocates small tensors quickly.

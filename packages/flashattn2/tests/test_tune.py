@@ -20,11 +20,11 @@ def make_compiler_facts(job, **facts):
     """Return facts as a compiler may report them."""
     return {
         **job, "registers": 168, "stack_bytes": 0, "shared_bytes": 100000, "work": 1.0,
-        "widths": [64, 128], "wgmma": 8, "mma": 0, **facts,
+        "widths": [64, 128], "wgmma": 8, "mma": 0, "tcgen05": 0, **facts,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("arch", sorted(tune.PATHS))
 def test_tables_have_the_format_of_the_tuner(arch):
     text = files("flashattn2.kernels").joinpath(f"tables/sm_{arch}.json").read_text()
     current = tune.build_table(arch, None, None, wanted=lambda entry: False)

@@ -19,18 +19,25 @@ import shipped
 from compile_kernels import compile_job
 from flashattn2.kernels import configs
 
-PATHS = {90: ("tma", "hopper"), 80: ("pointers",)}
+PATHS = {
+    80: ("pointers",),
+    86: ("pointers_86",),
+    90: ("tma", "hopper"),
+    100: ("tma_100", "pointers_100"),
+    120: ("pointers_120",),
+}
 # The shared memory that a program may request, and the work of a multiprocessor per cycle: FLOPs of
 # its matrix units in half precision, exponentials, and bytes from the L2 cache.
-SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
-FLOPS = {90: 4096, 80: 2048}
+SHARED_BYTES = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+FLOPS = {80: 2048, 86: 1024, 90: 4096, 100: 8192, 120: 1024}
 EXPONENTIALS = 16
 BYTES = 32
 REGISTERS = 65536
 #: The maximum number of registers per thread for tiles that would spill at fewer.
 ALL_REGISTERS = 255
 #: Upper bounds of the bytes that a tile spills and of the FLOPs that it issues per needed FLOP.
-FEW_BYTES, MOST_WORK = 48, {90: 1.02, 80: 1.05}
+FEW_BYTES = {80: 48, 86: 0, 90: 48, 100: 0, 120: 0}
+MOST_WORK = {80: 1.05, 86: 1.05, 90: 1.02, 100: 1.05, 120: 1.05}
 
 
 def iter_entries(arch):
@@ -48,7 +55,7 @@ def choose_options(path, rich):
     if rich:
         choices = [shipped.LEFT | shipped.SOFTCAP, shipped.SOFTCAP | shipped.SPLITS, shipped.LEFT]
     packed = [choice | shipped.PACKED for choice in choices if "splits" not in choice]
-    return choices if path == "tma" else choices + packed
+    return choices if path in configs.TMA_PATHS else choices + packed
 
 
 def iter_candidates(key, block_d, arch):
@@ -59,7 +66,7 @@ def iter_candidates(key, block_d, arch):
     for m, n, warps, stages in itertools.product(sides, sides, (4, 8), (1, 2, 3)):
         tile = configs.TileConfig(m, n, warps, stages)
         first = n if kernel == "dkdv" else m
-        if arch == 90 and kind == "half" and first < 16 * warps:
+        if arch in (90, 100) and kind == "half" and first < 16 * warps:
             continue
         # A thread has 255 registers for its float32 sums and scores.
         rows, sums = first, 2 if kernel == "dkdv" else 1
@@ -74,9 +81,9 @@ def is_accepted(result):
     """Return True if the compiled tile passes every gate."""
     half = result["kind"] == "half" and result["dim"] <= 128
     return (
-        result["stack_bytes"] <= FEW_BYTES
+        result["stack_bytes"] <= FEW_BYTES[result["arch"]]
         and result["shared_bytes"] <= SHARED_BYTES[result["arch"]]
-        and (result["kind"] == "ieee" or result["wgmma"] + result["mma"] > 0)
+        and (result["kind"] == "ieee" or result["wgmma"] + result["mma"] + result["tcgen05"] > 0)
         and (not half or result["work"] <= MOST_WORK[result["arch"]])
     )
 

@@ -1,10 +1,10 @@
 """Tile sizes for each kernel, loading method, precision and head dim, and their pruning.
 
 The sizes are data: one file in `tables` per architecture, written by `tests/tune.py`.  The
-exhaustive tests compile every tile with each option for the architectures that it serves, sm_90 and
-sm_80.  They reject a tile that spills more than a few bytes.  They also reject redundant products
-in half precision up to head dim 128, and products outside the matrix units except in "ieee".  On a
-GPU with less shared memory, a tile is pruned to fewer stages and then to fewer rows.
+exhaustive tests compile every tile with each option for the architectures that it serves.  They
+reject a tile that spills more than a few bytes.  They also reject redundant products in half
+precision up to head dim 128, and products outside the matrix units except in "ieee".  On a GPU with
+less shared memory, a tile is pruned to fewer stages and then to fewer rows.
 """
 
 import functools
@@ -45,18 +45,23 @@ class TileConfig:
 Sizes = tuple[int, ...]
 Key = tuple[str, str, str]
 
+#: The loading methods that use TMA, on Hopper and on Blackwell.
+TMA_PATHS = ("tma", "tma_100")
+
 
 def _read_tables(which: str) -> dict[Key, dict[int, Sizes | None]]:
     """Return the tables "tiles" or "rich": a tile per head dim, by path, precision and kernel.
 
     A path is a loading method.  "tma" loads by TMA on Hopper.  "hopper" loads by pointers on
     Hopper: for packed sequences, for strides that TMA does not support and for head dims without a
-    tile under "tma".  "pointers" is for all other GPUs, and for all tiles that the tables of Hopper
-    do not have.  The precision "half" is bfloat16 and float16, and "ieee" is float32 without matrix
-    units, which does not benefit from TMA.
+    tile under "tma".  "pointers" is for GPUs without warpgroup products, and for all tiles that
+    other tables do not have.  The paths "tma_100", "pointers_100", "pointers_86" and "pointers_120"
+    have the tiles of compute capabilities 10, 8.6 and 8.9, and 12 that differ from these.  The
+    precision "half" is bfloat16 and float16, and "ieee" is float32 without matrix units, which does
+    not benefit from TMA.
     """
     table = {}
-    for name in ("sm_90", "sm_80"):
+    for name in ("sm_120", "sm_100", "sm_90", "sm_86", "sm_80"):
         text = files("flashattn2.kernels").joinpath(f"tables/{name}.json").read_text()
         for entry, kinds in json.loads(text).items():
             path, precision, kernel = entry.split()
@@ -96,7 +101,7 @@ def choose_tile(
         sizes = find_sizes((path, kind, kernel), block_d, rich)
         if sizes is not None:
             tile = prune_tile(kernel, TileConfig(*sizes), element_bytes, block_d, shared_bytes)
-            return tile, path == "tma"
+            return tile, path in TMA_PATHS
     raise ValueError(f'no {kernel} tile for {kind}, dim {block_d} in {paths}; use backend="torch"')
 
 

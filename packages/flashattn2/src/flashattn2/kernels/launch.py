@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashattn2.kernels.configs import TileConfig, choose_tile
+from flashattn2.kernels.configs import TMA_PATHS, TileConfig, choose_tile
 from flashattn2.spec import AttentionSpec
 
 MAX_SPLITS = 16
@@ -129,12 +129,10 @@ def plan_launch(
 
 def _list_paths(device: "Device", packed: bool, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
     """Return the tables of tiles to search, in order of preference."""
-    if not device.uses_tma:
-        return ("pointers",)
     # TMA would read past the end of a packed sequence.
     if packed or not all(can_use_tma(x) for x in tensors):
-        return ("hopper", "pointers")
-    return ("tma", "hopper", "pointers")
+        return tuple(path for path in device.paths if path not in TMA_PATHS)
+    return device.paths
 
 
 def count_splits(programs: int, loop_tiles: int, processors: int) -> int:
@@ -240,19 +238,37 @@ class Device:
     shared_bytes: int
     #: Number of streaming multiprocessors (SMs).
     processors: int
-    #: True if the tables of tiles for TMA and warpgroup products apply.
-    uses_tma: bool
+    #: The tables of tiles to search, in order of preference.
+    paths: tuple[str, ...]
+
+
+#: The tables of the GPUs with and without warpgroup products.
+HOPPER = ("tma", "hopper", "pointers")
+AMPERE = ("pointers",)
+
+
+def list_paths_of_capability(major: int, minor: int) -> tuple[str, ...]:
+    """Return the tables of tiles for a compute capability, in order of preference.
+
+    Capability 12 has TMA but no warpgroup products: Hopper's tiles spill there, Ampere's do not.
+    """
+    if major >= 12:
+        return ("pointers_120", *AMPERE)
+    if major >= 10:
+        return ("tma_100", "tma", "pointers_100", "hopper", "pointers")
+    if major == 9:
+        return HOPPER
+    return ("pointers_86", *AMPERE) if minor in (6, 9) else AMPERE
 
 
 @functools.cache
 def get_device(device: torch.device) -> Device:
     """Return the properties of a GPU; the interpreter counts as one SM with TMA."""
     if device.type != "cuda":
-        return Device(227 * 1024, 1, uses_tma=True)
+        return Device(227 * 1024, 1, HOPPER)
     properties = torch.cuda.get_device_properties(device)
     return Device(
         properties.shared_memory_per_block_optin,
         properties.multi_processor_count,
-        # Capability 12 has TMA but no warpgroup products: Hopper's tiles spill, Ampere's do not.
-        uses_tma=9 <= properties.major < 12,
+        list_paths_of_capability(properties.major, properties.minor),
     )
