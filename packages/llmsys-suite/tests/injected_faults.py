@@ -17,11 +17,13 @@ from typing import Any
 from unittest import mock
 
 import collectives
+import collectives.bench.rows
 import ddp
 import tinyml
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import zero
 from accounting.memory.live import LiveMemory
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.learning import choice
@@ -623,6 +625,14 @@ def checkpoint_state(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patc
     return around(learn, "save", save)
 
 
+def only_all_reduce() -> list[Patch]:
+    cases = ("all_reduce",)
+    return [
+        mock.patch.object(collectives.bench.rows, "CASES", cases),
+        around(collectives.bench, "bench", lambda original, **more: original(**more, cases=cases)),
+    ]
+
+
 class _Threads:
     """A context in which torch uses a number of threads."""
 
@@ -934,6 +944,24 @@ FAULTS: list[Fault] = [
         after(inspect, "draw_repeated_rows", lambda rows, *_: (torch.arange(rows.shape[1]) % 2).repeat(len(rows), 1))),
     Fault("compress", "weights are trained on the held-out text before k-means", lambda run:
         mock.patch.dict(compress.METHODS, {"k-means, 4 bits": trained_on_heldout(run)})),
+    Fault("train", "FSDP frees no parameters after the forward pass", lambda run:
+        around(zero, "FSDP", lambda original, *arguments, **more: original(*arguments, reshard_after_forward=False, **more)), ("fsdp",)),
+    # Faults in the definitions of stages, which the audit must not read from the stages.
+    Fault("links", "the ring algorithm is left out", lambda run:
+        edit(links, lambda result: result.rows.__setitem__(slice(None), [r for r in result.rows if r["algorithm"] != "ring"]))),
+    Fault("links", "all-reduce is the only collective", lambda run: only_all_reduce()),
+    Fault("learn", "only the last loss is evaluated", lambda run: mock.patch.object(learn, "EVALUATIONS", 1)),
+    Fault("learn", "the held-out loss before training is 30 % higher", lambda run:
+        edit(learn, lambda result: result.heldout.__setitem__(0, (0, 1.3 * result.heldout[0][1])))),
+    Fault("learn", "one variant is the only one that can learn", lambda run: mock.patch.object(choice, "LEARNERS", ("zero 1",))),
+    Fault("parallel", "the trained loss is that before training", lambda run: mock.patch.object(parallel, "TRAINED", 0)),
+    Fault("parallel", "tensor parallelism is not defined", lambda run:
+        after(parallel, "build_possible_layouts", lambda layouts, *_: {n: layout for n, layout in layouts.items() if layout.tensor == 1})),
+    Fault("memory", "one row is counted and four are reported", lambda run:
+        [mock.patch.object(memory, "ROWS", 1), edit(memory, lambda result: vars(result).update(rows=4))]),
+    Fault("inspect", "two kinds of heads are not defined", lambda run: mock.patch.object(inspect, "KINDS", inspect.KINDS[:2])),
+    Fault("compress", "a method is not defined", lambda run:
+        mock.patch.object(compress, "METHODS", {n: method for n, method in compress.METHODS.items() if n != "k-means, 2 bits"})),
     # Faults in the files of the run folder.
     Fault("folder", "a sample is edited when the run is over", lambda run:
         edited("samples.jsonl", lambda text: text.replace("0.0", "0.1", 1))),

@@ -35,7 +35,6 @@ LABELED = {
     "memory": {
         "the peak of inference": ("peaks.inference_peak_mib",),
         "the timeline": ("training_timeline",),
-        "the number of rows": ("rows",),
     },
     "scale": {"the interval of the extrapolation": ("extrapolated.low", "extrapolated.high")},
     "inspect": {

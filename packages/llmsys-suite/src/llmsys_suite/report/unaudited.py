@@ -20,6 +20,7 @@ UNAUDITED: dict[str, tuple[str, ...]] = {
         "results of collectives other than all-reduce",
         "wire bytes of other collectives and algorithms, and of arrays below 1 MiB",
         "the number of hosts",
+        "the shared-memory and hierarchical algorithms (missing rows)",
     ),
     "attention": (
         "times (all too long, or all too short by a factor below three)",
@@ -40,8 +41,10 @@ UNAUDITED: dict[str, tuple[str, ...]] = {
         f"gradients and weights in bf16 or tf32 ({ROUNDING})",
         "the use of tf32 in products",
         "bytes on the wire on a GPU",
-        "bytes on the wire of FSDP (a factor below 1.5 in every step)",
+        "bytes on the wire of FSDP (too many by a factor below 1.5 in every step)",
         "the peak memory of each variant within a step",
+        "the times of variants other than DDP and FSDP2 of torch "
+        "(sleep, or work that does not change the result)",
         "the times of DDP and FSDP2 of torch (too long by a factor below 1.4)",
         "the times of DDP and FSDP2 of torch if other programs disturb nearly all rounds "
         "(sleep in this stage only)",
@@ -54,7 +57,7 @@ UNAUDITED: dict[str, tuple[str, ...]] = {
         "(errors at steps other than the first, the last and one random step)",
         "the rows of the training text "
         "(training on rows that differ from the recorded digests, except at a random step)",
-        "the held-out losses before the last",
+        "the held-out losses between the first and the last",
         "the losses before the step from which a run was resumed",
         "the name of the variant that trained",
         "the generated text",
@@ -74,7 +77,6 @@ UNAUDITED: dict[str, tuple[str, ...]] = {
         "the peak of inference",
         "the timeline",
         "the largest allocations",
-        "the number of rows",
         "the peaks of training (less than 4 %)",
     ),
     "scale": (

@@ -17,12 +17,14 @@ from llmsys_suite.config import get_size
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import inspect
+
+#: The kinds of heads that the stage reports, independently of its own list.
+KINDS = ("previous", "duplicate", "induction", "first")
 
 
 def check_records(folder: RunFolder, result: results.Inspect) -> Iterator[Check]:
     """Check that the tables of heads and of layers are complete."""
-    yield compare_rows("kinds of heads", inspect.KINDS, [row["kind"] for row in result.heads])
+    yield compare_rows("kinds of heads", KINDS, [row["kind"] for row in result.heads])
     num_layers = get_size(folder.config.size).num_layers
     layers = ["embedding", *(f"blocks.{i}" for i in range(num_layers))]
     yield compare_rows("layers of the lens", layers, [row["after"] for row in result.lens])

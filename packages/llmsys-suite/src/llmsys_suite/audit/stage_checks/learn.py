@@ -20,15 +20,18 @@ from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import LOSS, REPLAYED_LOSS, compute_loss_tolerance
 from llmsys_suite.config import count_restarts
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.learning import choice
 from llmsys_suite.learning.state import CHECKPOINT, DEFAULT_STEPS
+from llmsys_suite.measure.samples import SERVER, SINGLE
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.stages import learn
 from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.initial_weights import build_seeded_model
 
 #: Number of windows of the held-out text on which `learn` measures its loss.
 HELDOUT_ROWS = 64
+#: Number of intervals between evaluations in a training run.
+EVALUATIONS = 5
+#: Variants of `train` that cannot save checkpoints, so that `learn` does not choose them.
+NOT_SAVED = (SINGLE, SERVER, "torch FSDP2")
 
 
 def check_records(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
@@ -70,7 +73,7 @@ def _check_evaluations(folder: RunFolder, result: results.Learn) -> Iterator[Che
     tokens = total * result.rows * config.context
     yield Sources("reported", "the configuration").check_equal("tokens", tokens, result.tokens)
     evaluated = [step for step, _ in result.heldout]
-    interval = max(1, total // learn.EVALUATIONS)
+    interval = max(1, total // EVALUATIONS)
     expected = [0, *(step for step in range(1, total) if step % interval == 0), total]
     intervals = Sources("evaluations", "the first step, the last and each interval")
     yield intervals.check_none(
@@ -79,11 +82,11 @@ def _check_evaluations(folder: RunFolder, result: results.Learn) -> Iterator[Che
     train = folder.results.get("train")
     is_chosen_by_time = config.tensor * config.pipeline == 1 and config.world > 1
     if train and is_chosen_by_time:
-        allowed = choice.COMPILED if config.compile else choice.LEARNERS
+        refused = (*NOT_SAVED, "fsdp") if config.compile else NOT_SAVED
         ratios = {
             row["variant"]: row["ratio_p50"]
             for row in train.rows
-            if row["variant"] in allowed and "ratio_p50" in row
+            if row["variant"] not in refused and "ratio_p50" in row
         }
         ratio = ratios.get(result.variant, math.nan)
         smallest = Sources("ratio to the peer", "the smallest of those that can learn")
@@ -113,6 +116,10 @@ def _check_losses(run: Run, result: results.Learn) -> Iterator[Check]:
             start, *probed_step.draw_learn_batch(run, result, 0), heads
         )
         yield float64.check_loss("first loss", exact, result.losses[0], allowed)
+        exact = reference.compute_mean_loss(start, *rows, heads)
+        yield float64.check_loss(
+            "held-out loss before training", exact, result.heldout[0][1], allowed
+        )
     if config.resume is not None and not count_restarts():
         yield from _check_continuation(run, result, config.resume)
 

@@ -28,15 +28,16 @@ from llmsys_suite.audit.check import Check, Sources, compare_rows, select_clock_
 from llmsys_suite.audit.inputs import get_float64_parameters, get_num_heads, move_to_device
 from llmsys_suite.audit.probe import RATE
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.config import Layout, RunConfig, build_possible_layouts, get_size
+from llmsys_suite.config import Layout, RunConfig, find_group_size, get_size
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.splits.split_model import SplitModel
-from llmsys_suite.stages import parallel
 from llmsys_suite.variants.initial_weights import build_seeded_model
 
 #: Number of timed steps of every split.
 ITERATIONS = 10
+#: Index of the step whose loss is the trained loss of a split.
+TRAINED = 2
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,19 @@ def check_records(folder: RunFolder, result: results.Parallel | results.Skipped)
 
 
 def _build_layouts(config: RunConfig) -> dict[str, Layout]:
-    return build_possible_layouts(get_size(config.size), config.world, config.rows)
+    """Return the layouts that fit the model, independently of the stage's list."""
+    size, world = get_size(config.size), config.world
+    group = find_group_size(size, world)
+    layouts = {
+        "pipeline (GPipe)": Layout(pipeline=world, schedule="GPipe"),
+        "pipeline (1F1B)": Layout(pipeline=world),
+        "tensor (Megatron)": Layout(tensor=world),
+    }
+    if group > 1:
+        layouts["data x tensor"] = Layout(data=world // group, tensor=group)
+    return {
+        n: layout for n, layout in layouts.items() if not layout.explain_refusal(size, config.rows)
+    }
 
 
 def check_stage(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Check]:
@@ -90,7 +103,7 @@ def _train_one_process(run: Run) -> Exact:
     optimizer = reference.AdamW(start, config.learning_rate)
     losses = []
     gradients = []
-    for step in range(1 + parallel.TRAINED):
+    for step in range(1 + TRAINED):
         batch = reference.draw_batch(text, config.rows, config.context, config.seed, step)
         tokens, targets = (part.chunk(run.world)[run.rank] for part in move_to_device(run, batch))
         part_loss, averaged = reference.compute_gradients(
@@ -165,7 +178,7 @@ def _check_losses(run: Run, row: results.Row, exact: Exact) -> Iterator[Check]:
     for key, expected, tolerance in (
         ("loss", exact.losses[0], tolerances.REPLAYED_LOSS),
         ("single_loss", exact.losses[0], tolerances.REPLAYED_LOSS),
-        ("trained_loss", exact.losses[-1], tolerances.LOSS * math.sqrt(1 + parallel.TRAINED)),
+        ("trained_loss", exact.losses[-1], tolerances.LOSS * math.sqrt(1 + TRAINED)),
     ):
         allowed = tolerances.compute_loss_tolerance(run.config, tolerance)
         yield written_out.check_loss(f"{name}: {key}", expected, row[key], allowed)

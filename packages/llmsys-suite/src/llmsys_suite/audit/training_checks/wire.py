@@ -95,9 +95,10 @@ def _compute_expected_bytes(record: Record, variant: str) -> tuple[float, float]
     if variant == SHARED_MEMORY:
         return 0.0, 0.0 if record.evidence["shares_memory"] else 2 * whole
     if variant == "fsdp":
-        # Parameters are received in the forward pass and, if their unit was freed, also in the
-        # backward pass. Gradients are received once.
-        return 2 * once, 3 * once
+        # Parameters are received in the forward pass. Those of all blocks but the last are freed
+        # and are also received in the backward pass. Gradients are received once.
+        layers = get_size(record.config.size).num_layers
+        return 2 * once + (layers - 1) / layers * blocks, 3 * once
     if variant == "torch FSDP2":
         # The blocks' parameters are also received in the backward pass. Gradients are received
         # once, or twice if gloo implements their reduce-scatter as an all-reduce.
