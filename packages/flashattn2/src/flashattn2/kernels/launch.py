@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flashattn2.kernels.configs import TMA_PATHS, TileConfig, choose_tile
 from flashattn2.spec import AttentionSpec
 
-#: Largest number of splits of a forward or backward pass.  Decoding has no limit of its own.
+#: Largest number of splits of a forward or backward pass.  Decoding has no such limit.
 MAX_SPLITS = 16
 #: Exclusive upper bound of row strides.  The kernels multiply a row index within a tile, at most
 #: 255, by the row stride in int32.
