@@ -159,7 +159,7 @@ def get_last_line(node: ast.stmt) -> int:
 
 def iter_misplaced_format_skips(path: Path, text: str, nodes: list[ast.AST]) -> Iterator[int]:
     """Yield lines whose formatting is switched off outside kernels and tables."""
-    if {"kernels", "hopper"} & set(path.parts):
+    if {"kernels", "experimental"} & set(path.parts):
         return
     statements = [node for node in nodes if isinstance(node, ast.stmt)]
     for row, line in enumerate(text.splitlines(), 1):

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import triton
 from compile_kernels import count_issued_flops, read_resources
-from flashattn2.hopper import backward, forward
+from flashattn2.experimental import backward, forward
 from flashattn2.kernels import row_sums
 from flashattn2.spec import AttentionSpec
 from triton.backends.compiler import GPUTarget

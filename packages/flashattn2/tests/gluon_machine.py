@@ -11,7 +11,7 @@ import threading
 from types import FunctionType, SimpleNamespace
 
 import torch
-from flashattn2.hopper import backward, forward
+from flashattn2.experimental import backward, forward
 from flashattn2.kernels import tiles
 from gluon_schedules import advance_barrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

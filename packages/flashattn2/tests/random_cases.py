@@ -15,7 +15,7 @@ def draw(seed, kernels):
     pick = rng.choice
     case = {
         "seed": seed,
-        "kind": pick(("dense", "dense", "packed", "decode", "flat")),
+        "kind": pick(("dense", "dense", "packed", "decode", "served", "flat")),
         "dtype": pick(DTYPES[1:] if kernels else DTYPES),
         "backend": "triton" if kernels else pick(("auto", "torch")),
         "splits": pick((1, 3)),
@@ -51,6 +51,7 @@ def draw(seed, kernels):
     case["sinks"] = pick((True, False, False))
     case["page_size"] = pick((None, 1, 7, 16))
     case["new"] = pick((0, 0, 1, 3))
+    case["deterministic"] = pick((True, False))
     return case, options
 
 
@@ -111,7 +112,7 @@ def differentiate(run, case, options, leaves, dtype):
 def run_ours(case):
     """Call the public function of the case."""
     fixed = {
-        "backend": case["backend"], "return_lse": True,
+        "backend": case["backend"], "return_lse": True, "deterministic": case["deterministic"],
     }  # fmt: skip
 
     def run(q, k, v, **options):
@@ -155,7 +156,7 @@ def compute_plainly(case):
 def check(case, options):
     """Assert that errors are at most four times plain PyTorch's, plus a few roundings."""
     leaves = draw_tensors(case)
-    if case["kind"] == "decode":
+    if case["kind"] in ("decode", "served"):
         return check_decode(case, options, leaves)
     exact = differentiate(compute_plainly(case), case, options, leaves, torch.float64)
     plain = differentiate(compute_plainly(case), case, options, leaves, case["dtype"])
@@ -173,13 +174,9 @@ def check(case, options):
     return None
 
 
-def check_decode(case, options, leaves):
-    """Check a contiguous or paged cache with unused capacity and appended keys."""
-    q, k, v, _, sinks = leaves
+def fill_caches(page, k, v, counts):
+    """Return both caches with the first `counts[b]` rows of each sequence, and the block table."""
     batch, kv_heads = k.shape[:2]
-    counts = [min(n, k.shape[2]) for _, n in case["lengths"]]
-    new = min(case["new"], *counts)
-    page = case["page_size"]
     room = k.shape[2] + 5
     caches = []
     table = None
@@ -195,18 +192,37 @@ def check_decode(case, options, leaves):
                 (batch * pages + 2, kv_heads, page, x.shape[-1]), torch.nan, dtype=x.dtype
             )
         for b, count in enumerate(counts):
-            for j in range(count - new):
+            for j in range(count):
                 if page is None:
                     cache[b, :, j] = x[b, :, j]
                 else:
                     cache[table[b, j // page], :, j % page] = x[b, :, j]
         caches.append(cache)
+    return caches, table
+
+
+def check_decode(case, options, leaves):
+    """Check a cache with unused capacity, and appended keys or packed queries.
+
+    In a "served" case, the sequences have different numbers of queries.
+    """
+    q, k, v, _, sinks = leaves
+    counts = [min(n, k.shape[2]) for _, n in case["lengths"]]
+    queries = [q.shape[2]] * len(q)
+    new = min(case["new"], *counts)
+    rows, packing = q, {}
+    if case["kind"] == "served":
+        new = 0
+        queries = [min(n, q.shape[2]) for n, _ in case["lengths"]]
+        rows = torch.cat([q[b, :, :n].transpose(0, 1) for b, n in enumerate(queries)])
+        packing["cu_seqlens_q"] = torch.tensor((0, *queries)).cumsum(0).int()
+    caches, table = fill_caches(case["page_size"], k, v, [count - new for count in counts])
     added = [
         torch.stack([x[b, :, count - new : count] for b, count in enumerate(counts)])
         for x in (k, v)
     ]
     out, lse = flash_attention_with_kvcache(
-        q,
+        rows,
         *caches,
         *(added if new else ()),
         return_lse=True,
@@ -214,10 +230,15 @@ def check_decode(case, options, leaves):
         cache_seqlens=torch.tensor(counts, dtype=torch.int32) - new,
         sinks=sinks,
         backend=case["backend"],
+        **packing,
         **options,
     )
+    if packing:
+        out, lse = ([*x.split(queries, dim)] for x, dim in ((out, 0), (lse, 1)))
+        out = [x.transpose(0, 1) for x in out]
     for b, count in enumerate(counts):
-        sequence = [x[b : b + 1, :, : (count if i else None)] for i, x in enumerate((q, k, v))]
+        keys, values = (x[b : b + 1, :, :count] for x in (k, v))
+        sequence = q[b : b + 1, :, : queries[b]], keys, values
         results = [
             [
                 x.double().nan_to_num(neginf=0.0)
@@ -229,7 +250,7 @@ def check_decode(case, options, leaves):
             ]
             for dtype in (case["dtype"], torch.float64)
         ]
-        mine = [x[b : b + 1].double().nan_to_num(neginf=0.0) for x in (out, lse)]
+        mine = [x[b][None].double().nan_to_num(neginf=0.0) for x in (out, lse)]
         assert_close(case, options, mine, *results)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from faked_device import faked_device
 from flashattn2 import attention_reference, flash_attention_with_kvcache
 from flashattn2.backends import aten
+from flashattn2.kernels import decode, launch
 from flashattn2.kvcache import eager, validation
 from flashattn2.kvcache.eager import attend_sequences
 from flashattn2.kvcache.operators import append_op, decode_op
@@ -112,9 +114,11 @@ def list_kernel_cases():
         (1, None, torch.float32, "none"),
         (3, 8, torch.bfloat16, "softcap"),
         (1, 8, torch.float32, "sinks"),
+        (37, 8, torch.float32, "none"),
     ]
     dtypes = torch.float32, torch.bfloat16
-    every = itertools.product((1, 3), (None, 8, 48), dtypes, KERNEL_OPTIONS)
+    # The outputs of 37 splits are combined in three steps.
+    every = itertools.product((1, 3, 37), (None, 8, 48), dtypes, KERNEL_OPTIONS)
     return [pytest.param(*c, marks=[] if c in usual else [pytest.mark.exhaustive]) for c in every]
 
 
@@ -782,6 +786,26 @@ def test_pages_are_copied_in_chunks(monkeypatch, page_size, seq_q, dtype, backen
     for window in (None, (110, None)) if seq_q == 1 else (None,):
         shape = (4, 2, seq_q)
         check(backend, shape, lengths, page_size, 1, (16, 24), tolerance, dtype, window=window)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 8])
+def test_decoding_one_sequence_fills_the_gpu(monkeypatch, kv_heads):
+    """The launches are recorded instead of run, for a GPU with 132 SMs."""
+    grids = []
+
+    class Recorded:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *arguments, **options: None
+
+    gpu = launch.Device(227 * 1024, 132, launch.HOPPER)
+    monkeypatch.setattr(launch, "get_device", lambda _: gpu)
+    monkeypatch.setattr(decode, "decode_kernel", Recorded())
+    monkeypatch.setattr(decode, "combine", lambda *_: None)
+    q, cache = torch.randn(1, 8 * kv_heads, 1, 16), torch.randn(1, kv_heads, 65536, 16)
+    flash_attention_with_kvcache(q, cache, cache, cache_seqlens=65536, backend="triton")
+    (grid,) = grids
+    assert 0.96 * 132 <= math.prod(grid) <= 132
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])

@@ -14,7 +14,7 @@ from flashattn2 import (
     flash_attention_varlen,
     flash_attention_with_kvcache,
 )
-from flashattn2.hopper import backward, forward
+from flashattn2.experimental import backward, forward
 from flashattn2.spec import AttentionSpec
 from gluon_machine import Machine
 from gluon_schedules import explore

@@ -1,5 +1,7 @@
 """Packed queries over a cache: prefill and decode in one call, as servers issue them."""
 
+import itertools
+
 import pytest
 import torch
 from flashattn2 import attention_reference, flash_attention_with_kvcache
@@ -107,24 +109,31 @@ SERVED = (
 VARIANTS = ({}, {"window": (255, 0)}, {"softcap": 50.0}, {"window": (127, 0), "softcap": 10.0})
 
 
-def check_served(sequences, heads, dim, page_size, dtype, options):
-    torch.manual_seed(0)
-    tolerance = 1.5e-2 if dtype == torch.bfloat16 else 1e-3
-    options = {"scale": dim**-0.5, "is_causal": True, **options}
-    check("auto", heads, sequences, page_size, (dim, dim), dtype, tolerance, **options)
+#: The usual tests run these cases; the exhaustive tests run every combination.
+USUAL = (
+    (SERVED[0], ((4, 4), 128), 16, torch.bfloat16, VARIANTS[0]),
+    (SERVED[1], ((8, 2), 128), 32, torch.bfloat16, VARIANTS[1]),
+    (SERVED[2], ((16, 2), 64), 16, torch.bfloat16, VARIANTS[2]),
+    (SERVED[3], ((8, 2), 64), 1, torch.bfloat16, VARIANTS[0]),
+)
+
+
+def list_served_cases():
+    """Return the usual cases, and all combinations of the lists as exhaustive cases."""
+    heads_and_dims = (((4, 4), 128), ((8, 2), 256), ((16, 2), 64))
+    dtypes = (torch.bfloat16, torch.float32)
+    every = itertools.product(SERVED, heads_and_dims, (1, 16, 32), dtypes, VARIANTS)
+    return [*USUAL, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in every)]
 
 
 @pytest.mark.parametrize(
-    ("sequences", "heads", "dim", "page_size", "options"),
-    [
-        (SERVED[0], (4, 4), 128, 16, VARIANTS[0]),
-        (SERVED[1], (8, 2), 128, 32, VARIANTS[1]),
-        (SERVED[2], (16, 2), 64, 16, VARIANTS[2]),
-        (SERVED[3], (8, 2), 64, 1, VARIANTS[0]),
-    ],
+    ("sequences", "heads_and_dim", "page_size", "dtype", "options"), list_served_cases(), ids=str
 )
-def test_cases_of_vllm_and_sglang(sequences, heads, dim, page_size, options):
-    check_served(sequences, heads, dim, page_size, torch.bfloat16, options)
+def test_cases_of_vllm_and_sglang(sequences, heads_and_dim, page_size, dtype, options):
+    heads, dim = heads_and_dim
+    tolerance = 1.5e-2 if dtype == torch.bfloat16 else 1e-3
+    options = {"scale": dim**-0.5, "is_causal": True, **options}
+    check("auto", heads, sequences, page_size, (dim, dim), dtype, tolerance, **options)
 
 
 def test_the_kernel_skips_keys_after_a_causal_tile(interpreter):

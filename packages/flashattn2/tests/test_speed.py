@@ -185,7 +185,7 @@ def test_decoding_with_grouped_heads_takes_less_time_than_sdpa():
 
 
 def test_decoding_over_pages_takes_three_times_that_of_sdpa_without_pages():
-    """A page is copied once before torch's kernel reads it, which bounds the ratio."""
+    """A page is copied once before torch's kernel reads it; the next test measures the copy."""
     q, k = torch.randn(2, 32, 1, 64), torch.randn(2, 8, 2048, 64)
     table = torch.randperm(256).view(2, 128).int()
     pages = torch.empty(256, 8, 16, 64)
@@ -200,6 +200,41 @@ def test_decoding_over_pages_takes_three_times_that_of_sdpa_without_pages():
     )
     figure = "flashattn2: decoding over pages of 16 rows, over torch's contiguous"
     assert_at_most(figure, 3.0, ratio)
+
+
+def test_the_copy_of_the_pages_bounds_decoding_over_them():
+    """Decoding takes the time of the copy and of attention; a copy alone takes half of SDPA's."""
+    q, k = torch.randn(2, 32, 1, 64), torch.randn(2, 8, 2000, 64)
+    numbers = torch.randperm(250).view(2, 125)
+    table = numbers.int()
+    pages = torch.empty(250, 8, 16, 64)
+    pages[numbers] = k.unflatten(2, (125, 16)).transpose(1, 2)
+    lengths = torch.full((2,), 2000, dtype=torch.int32)
+    values = pages.clone()
+
+    def paged():
+        flash_attention_with_kvcache(q, pages, values, cache_seqlens=lengths, block_table=table)
+
+    def copy_and_attend():
+        for row in numbers.tolist():
+            for cache in (pages, values):
+                torch.cat([cache[page] for page in row], 1)
+        flash_attention_with_kvcache(q, k, k, cache_seqlens=2000)
+
+    ratio = measure_processor_ratio(paged, copy_and_attend, 31)
+    figure = "flashattn2: decoding over pages, over a copy of them and contiguous decoding"
+    assert_at_most(figure, 1.25, ratio)
+    bytes_of_pages = torch.empty_like(pages)
+
+    def copy():
+        bytes_of_pages.copy_(pages)
+        bytes_of_pages.copy_(values)
+
+    def sdpa():
+        F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+    ratio = measure_processor_ratio(sdpa, copy, 31)
+    assert_at_most("flashattn2: torch's decoding over a plain copy of the cache", 2.0, ratio)
 
 
 @pytest.mark.parametrize("kind", ["sliding", "packed"])

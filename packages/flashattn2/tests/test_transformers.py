@@ -142,10 +142,10 @@ def test_repeated_registration_wraps_the_choice_of_attention_once():
 def test_unsupported_mask_is_an_error(models):
     _, flash = models
     four = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
-    with pytest.raises(
-        ValueError, match=r"made by flashattn2, got a tensor of shape \(2, 1, 13, 13\)"
-    ):
-        flash(input_ids=draw_tokens(), attention_mask=four)
+    message = r"Attention to pass a mask made by flashattn2, got a tensor of shape \(2, 1, 13, 13\)"
+    for mask in (four, torch.zeros(2, 1, 13, 13).masked_fill(~four, -torch.inf)):
+        with pytest.raises(ValueError, match=f"{message}.* you or the model make, use attn_impl"):
+            flash(input_ids=draw_tokens(), attention_mask=mask)
     with pytest.raises(ValueError, match="returns no attention weights"):
         flash(input_ids=draw_tokens(), output_attentions=True)
 

@@ -53,7 +53,7 @@ def forward(
             check_boundaries("cu_seqlens_k", cu_k, k.shape[2], on_cpu)
     spec = AttentionSpec(scale, left, right, softcap)
     if backend == "gluon":
-        from flashattn2.hopper import forward as gluon_forward
+        from flashattn2.experimental import forward as gluon_forward
 
         with torch.cuda.device_of(q):
             return gluon_forward.forward(q, k, v, spec)
@@ -106,7 +106,7 @@ def backward(
     """Return the gradients of q, k and v; the options must be those of the call of `forward`."""
     spec = AttentionSpec(scale, left, right, softcap)
     if backend == "gluon":
-        from flashattn2.hopper import backward as gluon_backward
+        from flashattn2.experimental import backward as gluon_backward
 
         with torch.cuda.device_of(q):
             return gluon_backward.backward(

@@ -106,7 +106,8 @@ def attention(
         raise ValueError(
             f"expected {type(module).__name__} to pass a mask made by flashattn2, got a tensor of "
             f"shape {tuple(attention_mask.shape)}; pass padding as a mask of shape (batch, seq). "
-            'If the model makes this mask itself, use attn_implementation="eager" or "sdpa"'
+            "flashattn2 supports no other mask tensors: for one that you or the model make, use "
+            'attn_implementation="eager" or "sdpa"'
         )
     return _attend(query, key, value, attention_mask, position_ids, options)
 

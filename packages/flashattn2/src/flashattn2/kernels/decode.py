@@ -62,7 +62,8 @@ def decode(
     tiles = launch.count_tiles(by_row, cu_q, block_m)
     loop_tiles = launch.cdiv(capacity, block_n)
     processors = launch.get_device(q.device).processors
-    splits = launch.count_splits(tiles * batch * kv_heads, loop_tiles, processors)
+    programs = tiles * batch * kv_heads
+    splits = launch.count_splits(programs, loop_tiles, processors, processors)
     out = q.new_empty((batch, kv_heads, rows, v_dim))
     lse = q.new_empty((batch, kv_heads, rows), dtype=torch.float32)
     to_out, to_lse = launch.make_split_outputs(out, splits), launch.make_split_outputs(lse, splits)

@@ -134,13 +134,15 @@ def combine(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, splits: i
     combine_kernel[launch.compute_grid(tiles, batch * heads, 1)](
         parts, part_lse, out, lse, out.stride()[:3],
         (tiles, heads, rows, splits, batch * heads * rows),
-        D=dim, BLOCK_D=launch.next_power_of_2(dim), BLOCK_M=COMBINED_ROWS, SPLITS=launch.MAX_SPLITS,
+        D=dim, BLOCK_D=launch.next_power_of_2(dim), BLOCK_M=COMBINED_ROWS, SPLITS=COMBINED_SPLITS,
         enable_fp_fusion=True,
     )  # fmt: skip
 
 
 #: Rows of each split that one program of `combine_kernel` loads.
 COMBINED_ROWS = 4
+#: Splits that one step of `combine_kernel` loads.
+COMBINED_SPLITS = 16
 
 
 @triton.jit
@@ -150,6 +152,7 @@ def combine_kernel(
 ):  # fmt: skip
     """Combine the outputs of all splits, weighted by their log-sum-exps.
 
+    A program loads SPLITS parts at a time; one step is enough unless a decoding call has more.
     Grid: (row tiles · batch · heads).  The `strides` are those of the output, and the last of
     `sizes` is the number of rows per split in all heads.
     """
@@ -160,18 +163,29 @@ def combine_kernel(
     columns = tl.arange(0, BLOCK_D)
     row_index = tl.cast(batch_head, tl.int64) * rows + row_ids
     # All parts together may have 2**31 elements or more, so offsets are int64.
-    numbers = tl.arange(0, SPLITS)
-    part_index = tl.cast(numbers, tl.int64)[:, None] * part_rows + row_index[None, :]  # [S, M]
-    exists = (numbers < splits)[:, None] & (row_ids < rows)[None, :]
-    x = tl.load(part_lse + part_index, exists, other=float("-inf"))
-    maximum = tl.max(x, 0)  # [M]
+    part_index = tl.cast(tl.arange(0, SPLITS), tl.int64)[:, None] * part_rows
+    part_index += row_index[None, :]  # [S, M]
+    numbers = tl.arange(0, SPLITS)[:, None]
+    is_row = (row_ids < rows)[None, :]
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [M]
+    for start in tl.range(0, splits, SPLITS):
+        offset = tl.cast(start, tl.int64) * part_rows
+        exists = (numbers + start < splits) & is_row
+        x = tl.load(part_lse + offset + part_index, exists, other=float("-inf"))
+        maximum = tl.maximum(maximum, tl.max(x, 0))
     finite_maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
-    weight = tl.exp(x - finite_maximum[None, :])  # [S, M]
-    cells = parts + part_index[:, :, None] * D + columns[None, None, :]
-    inside = exists[:, :, None] & (columns < D)[None, None, :]
-    part = tl.load(cells, inside, other=0.0)  # [S, M, D]
-    acc = tl.sum(weight[:, :, None] * part, 0)  # [M, D]
-    total = tl.sum(weight, 0)  # [M]
+    acc = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)  # [M, D]
+    total = tl.full([BLOCK_M], 0.0, tl.float32)  # [M]
+    for start in tl.range(0, splits, SPLITS):
+        offset = tl.cast(start, tl.int64) * part_rows
+        exists = (numbers + start < splits) & is_row
+        x = tl.load(part_lse + offset + part_index, exists, other=float("-inf"))
+        weight = tl.exp(x - finite_maximum[None, :])  # [S, M]
+        cells = parts + (offset + part_index)[:, :, None] * D + columns[None, None, :]
+        inside = exists[:, :, None] & (columns < D)[None, None, :]
+        part = tl.load(cells, inside, other=0.0)  # [S, M, D]
+        acc += tl.sum(weight[:, :, None] * part, 0)
+        total += tl.sum(weight, 0)
     nonzero_total = tl.where(total == 0.0, 1.0, total)
     store_tile(out, strides, (batch, head, 0, rows), first, acc / nonzero_total[:, None], D)
     tl.store(lse + row_index, maximum + tl.log(nonzero_total), row_ids < rows)

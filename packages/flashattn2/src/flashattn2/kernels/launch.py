@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flashattn2.kernels.configs import TMA_PATHS, TileConfig, choose_tile
 from flashattn2.spec import AttentionSpec
 
+#: Largest number of splits of a forward or backward pass.  Decoding has no such limit.
 MAX_SPLITS = 16
 #: Exclusive upper bound of row strides.  The kernels multiply a row index within a tile, at most
 #: 255, by the row stride in int32.
@@ -135,15 +136,15 @@ def _list_paths(device: "Device", packed: bool, tensors: tuple[Tensor, ...]) -> 
     return device.paths
 
 
-def count_splits(programs: int, loop_tiles: int, processors: int) -> int:
-    """Return the number of splits, at most `MAX_SPLITS`, or 1 if the programs already fill the SMs.
+def count_splits(programs: int, loop_tiles: int, processors: int, most: int = MAX_SPLITS) -> int:
+    """Return the number of splits, at most `most`, or 1 if the programs already fill the SMs.
 
     Without splits, each of `programs` programs loops over `loop_tiles` tiles.  The programs of all
     splits fit on the SMs, and on average a split has at least four tiles.
     """
     if programs >= processors:
         return 1
-    return max(1, min(processors // programs, loop_tiles // 4, MAX_SPLITS))
+    return max(1, min(processors // programs, loop_tiles // 4, most))
 
 
 def can_use_tma(x: Tensor) -> bool:

@@ -18,7 +18,7 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 
-#: The kinds of heads that the stage reports, independently of its own list.
+#: The kinds of heads that the stage must report, listed here independently of the stage.
 KINDS = ("previous", "duplicate", "induction", "first")
 
 

@@ -36,8 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashattn2.hopper.forward import PRODUCER_REGISTERS
-from flashattn2.hopper.tma import (
+from flashattn2.experimental.forward import PRODUCER_REGISTERS
+from flashattn2.experimental.tma import (
     add_tile,
     load_tile,
     make_descriptor,

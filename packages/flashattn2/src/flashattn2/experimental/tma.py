@@ -1,5 +1,7 @@
 """Tiles that TMA, Hopper's tensor memory accelerator, moves between global and shared memory.
 
+Status: experimental, as for the forward kernel: see `forward.py`.
+
 A descriptor defines a tensor in global memory and the size of its tiles.  Inside a kernel,
 `load_tile`, `store_tile` and `add_tile` move one tile.
 """

@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashattn2.hopper.tma import load_tile, make_descriptor, make_loadable, store_tile
+from flashattn2.experimental.tma import load_tile, make_descriptor, make_loadable, store_tile
 from flashattn2.kernels import launch
 from flashattn2.kernels.tiles import is_visible, key_ranges, locate_program
 from flashattn2.spec import AttentionSpec
