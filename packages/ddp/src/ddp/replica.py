@@ -26,7 +26,7 @@ from ddp.consistency.model_agreement import (
     check_same_model,
 )
 from ddp.consistency.shared_gradients import refuse_shared_gradients
-from ddp.consistency.tracked_parameters import TrackedParameters
+from ddp.consistency.tracked_parameters import TrackedParameters, is_in_functional_call
 from ddp.consistency.uneven_inputs import compute_join_scale
 from ddp.extensions import Extension
 from ddp.metering.meter import Meter
@@ -203,6 +203,9 @@ class Replica:
         )
 
     def _adopt_changed_parameters(self) -> None:
+        # These parameters belong to one call. The broadcast would overwrite the caller's values.
+        if is_in_functional_call(self.module):
+            return
         if self.is_joining:
             raise RuntimeError("parameters changed inside join(); change them outside of join()")
         self.tracked.adopt_changes(self.group, self.failures)

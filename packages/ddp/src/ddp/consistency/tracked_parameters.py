@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -9,6 +10,7 @@ from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils import stateless
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ddp.consistency.failure_attribution import FailureAttribution
@@ -158,6 +160,18 @@ class _Snapshot:
             and self.attributes == other.attributes
             and _are_identical(self.children, other.children)
         )
+
+
+def is_in_functional_call(module: nn.Module) -> bool:
+    """Return True if a running `torch.func.functional_call` has replaced parameters of `module`."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_code is stateless._functional_call.__code__:
+            called: nn.Module = frame.f_locals["module"]
+            if any(submodule is module for submodule in called.modules()):
+                return True
+        frame = frame.f_back
+    return False
 
 
 def _are_identical(first: list[Any], second: list[Any]) -> bool:
