@@ -213,15 +213,17 @@ def replaces_data() -> bool:
 def calls_with_fast_weights() -> bool:
     both = Both(build_net())
     both.step()
-    # Each rank has its own task, as in meta-learning.
+    # The task differs between ranks, as in meta-learning.
     fast = {name: nn.Parameter(p.detach() + both.rank) for name, p in both.model.named_parameters()}
-    own = {name: p.detach().clone() for name, p in fast.items()}
+    expected = {name: p.detach().clone() for name, p in fast.items()}
     x = torch.ones(2, 5, dtype=torch.float64)
     torch.func.functional_call(both.model, fast, (x,)).square().mean().backward()
     gradients = {name: p.grad.clone() for name, p in fast.items()}
-    torch.testing.assert_close({name: p.detach() for name, p in fast.items()}, own, rtol=0, atol=0)
+    torch.testing.assert_close(
+        {name: p.detach() for name, p in fast.items()}, expected, rtol=0, atol=0
+    )
     copied = copy.deepcopy(both.module)
-    copied.load_state_dict({name.removeprefix("module."): p for name, p in own.items()})
+    copied.load_state_dict({name.removeprefix("module."): p for name, p in expected.items()})
     copied.zero_grad()
     copied(x).square().mean().backward()
     for name, parameter in copied.named_parameters():

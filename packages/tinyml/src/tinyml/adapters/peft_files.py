@@ -26,7 +26,7 @@ from tinyml.adapters.parameter_lora import (
 )
 from tinyml.conversion import check_supported
 from tinyml.export.atomic_file import atomic_file
-from tinyml.layers import is_conv1d, is_instance_of
+from tinyml.layers import is_conv1d
 from tinyml.validation import check_finite, format_names
 
 _PREFIX = "base_model.model."
@@ -148,9 +148,9 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
 
 
 def _check_layers(names: Set[str], modules: dict[str, nn.Module]) -> None:
-    """Raise `TypeError` unless all names are those of linear layers, `ValueError` if unknown."""
+    """Raise `TypeError` for layers that cannot be adapted, and `ValueError` for unknown names."""
     for name in sorted(names & modules.keys()):
-        if not is_instance_of(modules[name], (nn.Linear,)):
+        if isinstance(modules[name], nn.modules.conv._ConvNd | nn.MultiheadAttention):
             raise TypeError(
                 f"expected adapters of linear layers or parameters, got one of {name}, a "
                 f"{type(modules[name]).__name__}; merge with peft (merge_and_unload) and load the "
