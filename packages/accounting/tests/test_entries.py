@@ -28,6 +28,7 @@ from accounting import (
     training_memory,
 )
 from accounting.cli.main import main
+from accounting.model.records import Compressed, LowRank
 
 MODEL = Transformer(layers=4, d_model=64, heads=8, vocab_size=100)
 RUN: dict[str, Any] = {"model": MODEL, "batch": 2, "seq": 8}
@@ -157,6 +158,8 @@ RECORDS: dict[type, dict[str, Any]] = {
     Plan: {f.name: getattr(Plan(), f.name) for f in dataclasses.fields(Plan)},
     Workload: dict(vars(Workload(batch=1, seq=8))),
     MLA: {"kv_rank": 8, "rope_head_dim": 4, "q_rank": 2, "index_heads": 0},
+    LowRank: {"q_rank": 4, "out_groups": 2, "out_rank": 4},
+    Compressed: {"rate": 4, "overlaps": False},
     Experts: {"count": 4, "per_token": 2, "width": 8, "shared": 0, "shared_gate": False},
     Window: {"size": 4, "layers": (0,)},
     type(PRECISIONS["fp32"]): dict(vars(PRECISIONS["fp32"])),

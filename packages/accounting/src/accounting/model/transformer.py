@@ -243,14 +243,18 @@ class Transformer:
                 f"expected shared_kv_layers among attention_layers={attention} and after a layer "
                 f"with keys, got {shared}"
             )
-        own_sizes = self.window and (self.window.head_dim or self.window.kv_heads)
-        wider = self.attention_width != self.d_model
-        if self.mla and (shared or self.keys_as_values or own_sizes or wider):
+        if self.mla and self._has_special_keys():
             raise ValueError(
                 "expected mla=None with shared_kv_layers, keys_as_values, attention_width, or head "
                 "sizes of a window, got mla; latent attention has no such keys"
             )
         self._check_low_rank()
+
+    def _has_special_keys(self) -> bool:
+        """Return True if keys are shared, are values, or have widths that latents do not have."""
+        window_sizes = self.window and (self.window.head_dim or self.window.kv_heads)
+        is_wider = self.attention_width != self.d_model
+        return bool(self.shared_kv_layers or self.keys_as_values or window_sizes or is_wider)
 
     def _check_low_rank(self) -> None:
         """Raise `ValueError` if `low_rank` is inconsistent with other fields, or is missing."""
@@ -258,9 +262,7 @@ class Transformer:
             if any(mixer.compressed for mixer in self.mixers):
                 raise ValueError("expected low_rank with compressed entries, got None")
             return
-        own_sizes = self.window and (self.window.head_dim or self.window.kv_heads)
-        wider = self.attention_width != self.d_model
-        if self.mla or self.shared_kv_layers or self.keys_as_values or own_sizes or wider:
+        if self.mla or self._has_special_keys():
             raise ValueError(
                 "expected low_rank=None with mla, shared_kv_layers, keys_as_values, "
                 f"attention_width, or head sizes of a window, got {self.low_rank}"
