@@ -3,6 +3,7 @@
 import copy
 import gc
 import hashlib
+import itertools
 import json
 import random
 import sys
@@ -258,6 +259,15 @@ def mutate_message(chance, frames, others):
     return frames
 
 
+def iter_flipped(number):
+    """Yield each number that the text of `number` becomes if one bit is flipped."""
+    for position, bit in itertools.product(range(len(str(number))), range(8)):
+        text = bytearray(str(number).encode())
+        text[position] ^= 1 << bit
+        if text.isdigit():
+            yield int(text)
+
+
 def change_to_unknown_sender(chance, frames):
     """Change the sender to one that knows no session; return False if that has no effect."""
     try:
@@ -375,7 +385,9 @@ def test_a_server_does_not_grow_with_mutated_messages(policy, tries, tmp_path):
     assert resident_later - resident < 2**23
     core = player.server.core
     # Workers of the recorded run, and workers that joined with a mutated number.
-    joined = {0, 1, *(number for number in NUMBERS if 0 <= number < 2**31)}
+    numbers = [0, 1, *NUMBERS]
+    numbers += [flipped for number in numbers for flipped in iter_flipped(number)]
+    joined = {number for number in numbers if 0 <= number < 2**31}
     assert core.ledger.members.keys() <= joined
     assert core.waits.last_seen.keys() <= joined
     assert len(core.ledger.get_log_from(0).entries) < 100
